@@ -19,7 +19,7 @@ from torchtitan.config import resolve
 from torchtitan.config.sections.data import DataStage, ValidationSet
 from torchtitan.health.collectives import Group
 from torchtitan.tools.rehearsal import rehearsal
-from torchtitan.tools.rehearsal.coverage import NEVER, PARTS, not_rehearsed, rehearsed
+from torchtitan.tools.rehearsal.coverage import NEVER, OMISSIONS, omissions, rehearsal_config
 from torchtitan.tools.rehearsal.events import Creation, Message, Post, RankRecord, Wait
 from torchtitan.tools.rehearsal.mismatches import Counts, check_messages
 from torchtitan.tools.rehearsal.rank_sample import VALUES, RankSample, coordinates, corners, rank_at
@@ -59,6 +59,7 @@ def test_the_command_rehearses_a_small_run(tmp_path, capsys):
     argv = [
         str(ROOT / "train_configs/debug_model.toml"),
         "--training.local_batch_size=2",
+        "--training.on_bad_document=skip",
         "--layers",
         "1",
     ]
@@ -237,16 +238,16 @@ WITHOUT_COLLECTIVES = re.compile(
 
 def test_what_is_left_out_is_said():
     plain = resolve(["--training.dataset=demo"], 1).config
-    assert not_rehearsed(plain) == list(NEVER)
+    assert omissions(plain) == list(NEVER)
     config = everything(plain)
     before, after = (
-        flat(c.model_dump(mode="json")) for c in (config, rehearsed(config, 4, "folder"))
+        flat(c.model_dump(mode="json")) for c in (config, rehearsal_config(config, 4, "folder"))
     )
     changed = {key for key in before | after if before.get(key) != after.get(key)}
     assert len(changed) > 25
-    said = {part.key for part in PARTS}
+    said = {part.key for part in OMISSIONS}
     assert {key for key in changed if not WITHOUT_COLLECTIVES.fullmatch(key)} <= said
-    assert len(not_rehearsed(config)) == len(PARTS) + len(NEVER)
+    assert len(omissions(config)) == len(OMISSIONS) + len(NEVER)
     text = as_text(
         Rehearsal(config, 4, None, {0: RankRecord(0, groups=[Group((0,), "", "")])}, Counts(), [])
     )
@@ -333,14 +334,14 @@ def test_order_of_messages(first, second, hangs):
         (
             ["+", "+"],
             ["--"],
-            "over that of the two ranks, but it is received over the group's "
+            "over the two ranks' communicator, but it is received over the group's "
             "communicator, at line 0",
         ),
         (
             ["++"],
             ["-", "-"],
-            "over the group's communicator, but it is received over that of the two "
-            "ranks, at line 0",
+            "over the group's communicator, but it is received over the two ranks' "
+            "communicator, at line 0",
         ),
     ],
 )

@@ -13,7 +13,7 @@ from torchtitan.tools.rehearsal.fake import start_group
 from torchtitan.tools.rehearsal.rank import record
 from torchtitan.tools.rehearsal.rank_sample import RankSample
 from torchtitan.tools.rehearsal.recorder import Recorder
-from torchtitan.tools.rehearsal.rehearsal import compared, rehearse
+from torchtitan.tools.rehearsal.rehearsal import compare, rehearse
 from torchtitan.utils.activity import forget_exchanges
 
 HERE = r"tests/faults/rehearsal_faults.py:\d+ in {}"
@@ -148,8 +148,8 @@ WHAT = {
         2,
         "messages",
         0,
-        r"rank 0 sends message #1 \(float32 \[4\]\) to rank 1, at {}, over that of the two ranks, "
-        r"but it is received over the group's communicator, at {}",
+        r"rank 0 sends message #1 \(float32 \[4\]\) to rank 1, at {}, over the two ranks' "
+        r"communicator, but it is received over the group's communicator, at {}",
     ),
     "circle": (
         4,
@@ -195,7 +195,7 @@ def faults_of(function, world):
         return recording.record
 
     records = {rank: run(rank, sample.values(rank)) for rank in range(world)}
-    return compared(records, sample, run)[1]
+    return compare(records, sample, run)[1]
 
 
 @pytest.mark.parametrize("name", WHAT)

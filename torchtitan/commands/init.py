@@ -146,14 +146,14 @@ def _request(
         "MODEL",
         options.model,
         find_model,
-        about=f"{names}, or a Hugging Face folder",
+        values=f"{names}, or a Hugging Face folder",
         default=f"llama3/{DEBUG}",
     )
     data = asker.value(
         "--data NAME|PATH",
         options.data,
         find_data,
-        about="demo (Python's standard library), c4, a file or folder, or org/name:config@split "
+        values="demo (Python's standard library), c4, a file or folder, or org/name:config@split "
         "of the hub",
         default="demo",
     )
@@ -162,7 +162,7 @@ def _request(
         "--hardware NAME",
         options.hardware,
         _find_hardware,
-        about=f"{CPU} (this machine's), {', '.join(load_hardware())}, or a TOML file "
+        values=f"{CPU} (this machine's), {', '.join(load_hardware())}, or a TOML file "
         "(`torchtitan plan --from-run DIR --output FILE` writes one)",
         default=gpus or CPU,
     ) or (None, None)
@@ -181,7 +181,7 @@ def _request(
         "--tokens N or --hours N",
         f"{options.hours}h" if options.hours else options.tokens or steps,
         parse_length,
-        about=about,
+        values=about,
         default=default,
     ) or (None, None)
     row = settings["training.seq_len"].value if "training.seq_len" in settings else options.seq_len
@@ -189,7 +189,7 @@ def _request(
         "--seq-len N",
         str(row or (default_seq_len(model) if model else 1)),
         _count("--seq-len", most=2**27),
-        about="tokens of a row",
+        values="tokens of a row",
         default=None,
     )
     asker.check()
@@ -227,7 +227,7 @@ def _devices(
         "--devices N",
         options.devices,
         _count("--devices", most=10**6),
-        about="GPUs on all nodes together; or --nodes N",
+        values="GPUs on all nodes together; or --nodes N",
         default=default,
     )
 

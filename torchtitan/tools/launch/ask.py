@@ -30,7 +30,7 @@ class Asker:
         text: str | None,
         parse: Callable[[str], T],
         *,
-        about: str,
+        values: str,
         default: str | None,
     ) -> T | None:
         """A parsed value; None if it is missing or wrong, which `check` reports.
@@ -39,16 +39,16 @@ class Asker:
             flag: how the command line gives it, such as `--data NAME`.
             text: text of the flag; None if it is absent.
             parse: parses text. Raises a UserError whose message starts with the flag.
-            about: description of possible values.
+            values: description of the possible values.
             default: None if it depends on another missing value.
         """
         words = flag.split()[:1] if flag.startswith("--") else []
         if text is None and self.interactive:
-            text, value = _ask(f"{flag}: {about}", parse, default)
+            text, value = _ask(f"{flag}: {values}", parse, default)
             self.answers += [*words, text]
             return value
         if text is None and not self.defaults:
-            self._problems.append(f"{flag} is missing: {about}")
+            self._problems.append(f"{flag} is missing: {values}")
             self._advice = "Run it in a terminal to be asked, or pass --yes to accept the defaults"
             return None
         if text is None:

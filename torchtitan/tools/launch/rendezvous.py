@@ -72,8 +72,8 @@ class SignedBackend(RendezvousBackend):
         stored = self._backend.set_state(signed(state, self._secret), token)
         if stored is None:
             return None
-        current, new_token, written = stored
-        return verified(current, self._secret), new_token, written
+        current, new_token, succeeded = stored
+        return verified(current, self._secret), new_token, succeeded
 
 
 def register(secret: str) -> None:

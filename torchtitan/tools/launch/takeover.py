@@ -46,7 +46,7 @@ _JOIN_SECONDS = 600
 _SETTLE_SECONDS = 1.0
 """Seconds until a new store is compared with stores that others hosted at the same time."""
 _POLL_SECONDS = 0.5
-_LOST = (RendezvousConnectionError, dist.DistError)
+_CONNECTION_ERRORS = (RendezvousConnectionError, dist.DistError)
 
 
 def join_seconds(parameters: RendezvousParameters) -> int:
@@ -133,13 +133,13 @@ class Takeover(RendezvousHandler):
         while True:
             try:
                 return self._join().next_rendezvous()
-            except _LOST:
+            except _CONNECTION_ERRORS:
                 self._leave()
 
     def num_nodes_waiting(self) -> int:
         try:
             return self._inner.num_nodes_waiting() if self._inner else 1
-        except _LOST:
+        except _CONNECTION_ERRORS:
             self._leave()
             # as if somebody waited: torchrun stops its ranks and comes to the next rendezvous
             return 1
@@ -242,7 +242,7 @@ class Takeover(RendezvousHandler):
         except (OSError, RuntimeError, ValueError):
             return None
         state = verified(message, self._secret).removeprefix(b"generation ")
-        # Endpoints of one address all lead to one store: it knows for which it is held.
+        # Endpoints of one address all lead to one store, which records the endpoint that holds it.
         generation, holder = map(int, state.split(b"."))
         return _LiveStore(generation, holder, store)
 

@@ -1,4 +1,4 @@
-"""Which parts of a configuration a rehearsal runs, and which it doesn't. Imports no torch."""
+"""The configuration of a rehearsal, and the parts of a run that it omits. Imports no torch."""
 
 from collections.abc import Callable
 from operator import attrgetter
@@ -16,12 +16,11 @@ _LONG = 10**6
 """Seconds; the watch over hangs never acts."""
 
 
-def rehearsed(config: Config, world: int, folder: str) -> Config:
-    """The configuration of a rehearsal: one step, after which everything that a run does is due."""
+def rehearsal_config(config: Config, world: int, folder: str) -> Config:
+    """The configuration of a rehearsal: one step, after which validation, save and log are due."""
     training = config.training
     degrees = axis_degrees(config.parallelism)
     rows = training.local_batch_size * degrees["dp_replicate"] * degrees["dp_shard"]
-    sets = config.validation.sets
     changes: dict[str, Any] = {
         "job.dump_folder": folder,
         "model.converters": [],
@@ -39,7 +38,7 @@ def rehearsed(config: Config, world: int, folder: str) -> Config:
         "validation.freq": 1,
         "validation.steps": _at_most(config.validation.steps),
         "validation.sets": [
-            each.model_copy(update={"steps": _at_most(each.steps)}) for each in sets
+            x.model_copy(update={"steps": _at_most(x.steps)}) for x in config.validation.sets
         ],
         "checkpoint.interval": 1,
         "checkpoint.folder": "checkpoint",
@@ -62,68 +61,68 @@ def rehearsed(config: Config, world: int, folder: str) -> Config:
 
 
 def _at_most(steps: int | None) -> int | None:
-    """Batches of a validation that run; -1 would be all."""
+    """Batches of a validation to run; -1 would be all."""
     return steps if steps is None or 0 <= steps < BATCHES else BATCHES
 
 
-class Part(NamedTuple):
+class Omission(NamedTuple):
     """A part of a run that no rehearsal runs."""
 
     key: str
-    """The key that asks for it."""
+    """The key that enables it."""
     text: str
-    asked: Callable[[Config], Any] | None = None
-    """Whether a configuration asks for it; None: if the key is set."""
+    applies: Callable[[Config], Any] | None = None
+    """Whether a configuration enables it; None: if the key is set."""
 
 
-PARTS = (
-    Part("compile.enable", "compiled code (blocks run eagerly)"),
-    Part("model.converters", "8-bit products, their gathers and the reduction of their scales"),
-    Part(
+OMISSIONS = (
+    Omission("compile.enable", "compiled code (blocks run eagerly)"),
+    Omission("model.converters", "8-bit products, their gathers and the reduction of their scales"),
+    Omission(
         "model.delta_rule",
         "kernels of flash-linear-attention",
         lambda c: c.model.delta_rule == "fla",
     ),
-    Part(
+    Omission(
         "parallelism.enable_async_tensor_parallel",
         "asynchronous tensor parallelism (it runs as synchronous)",
         lambda c: (
             c.parallelism.enable_async_tensor_parallel and c.parallelism.tensor_parallel_degree > 1
         ),
     ),
-    Part(
+    Omission(
         "parallelism.pipeline_parallel_degree",
         "torch's test of the pipeline's connections",
         lambda c: c.parallelism.pipeline_parallel_degree > 1,
     ),
-    Part("training.enable_cpu_offload", "parameters in host memory"),
-    Part("training.document_mask", "masks between documents"),
-    Part("training.stages", "the later stages of the data"),
-    Part(
+    Omission("training.enable_cpu_offload", "parameters in host memory"),
+    Omission("training.document_mask", "masks between documents"),
+    Omission("training.stages", "the later stages of the data"),
+    Omission(
         "checkpoint.async_mode",
         "saves in the background (they run in the foreground)",
         lambda c: c.checkpoint.enable and c.checkpoint.async_mode != "disabled",
     ),
-    Part(
+    Omission(
         "checkpoint.folder",
         "object storage",
         lambda c: c.checkpoint.enable and is_url(c.checkpoint.folder),
     ),
-    Part("checkpoint.initial_load_path", "loading the first weights"),
-    Part("checkpoint.initial_load_in_hf", "reading Hugging Face weights"),
-    Part(
+    Omission("checkpoint.initial_load_path", "loading the first weights"),
+    Omission("checkpoint.initial_load_in_hf", "reading Hugging Face weights"),
+    Omission(
         "checkpoint.last_save_model_only",
         "the last save of weights alone",
         lambda c: c.checkpoint.enable and c.checkpoint.last_save_model_only,
     ),
-    Part("checkpoint.last_save_in_hf", "the export to Hugging Face"),
-    Part(
+    Omission("checkpoint.last_save_in_hf", "the export to Hugging Face"),
+    Omission(
         "guard.policy",
         "what the guard does after a spike",
         lambda c: c.guard.policy in ("skip", "rewind"),
     ),
-    Part("eval.enable", "lm-eval"),
-    Part("sampling.prompts", "samples"),
+    Omission("eval.enable", "lm-eval"),
+    Omission("sampling.prompts", "samples"),
 )
 NEVER = (
     "a requested stop",
@@ -134,7 +133,9 @@ NEVER = (
 """Parts that belong to every run."""
 
 
-def not_rehearsed(config: Config) -> list[str]:
-    """The parts of a run of this configuration that its rehearsal leaves out, in words."""
-    parts = [part for part in PARTS if (part.asked or attrgetter(part.key))(config)]
-    return [*(f"{part.text}: {part.key}" for part in parts), *NEVER]
+def omissions(config: Config) -> list[str]:
+    """The parts of a run of this configuration that its rehearsal omits, in words."""
+    return [
+        *(f"{x.text}: {x.key}" for x in OMISSIONS if (x.applies or attrgetter(x.key))(config)),
+        *NEVER,
+    ]

@@ -24,8 +24,8 @@ class Creation(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Entered(Collective):
-    """A collective that the rank entered.
+class Entry(Collective):
+    """The rank's entry into a collective.
 
     Its number starts at 1 in each group. Rows whose number depends on the data have the size `any`.
     """
@@ -69,15 +69,15 @@ class Read(NamedTuple):
 
     at: str
     shared: bool
-    """All ranks are known to read the same value: it is a sum, or a maximum, over all of them."""
+    """All ranks read the same value, because it is a sum, or a maximum, over all of them."""
 
 
-Event = Entered | Post | Wait
+Event = Entry | Post | Wait
 
 
 @dataclass
 class RankRecord:
-    """What one rank did."""
+    """The calls of one rank, and its cost."""
 
     rank: int
     groups: list[Group] = field(default_factory=list)
@@ -101,9 +101,9 @@ class RankRecord:
     checkpoint_pieces: tuple[int, int] = (0, 0)
     """Pieces of tensors in a checkpoint, over all ranks: of layers that ran, of other modules."""
     store_keys: int = 0
-    """Keys of the store that it set, added to or read until the first step."""
+    """Number of the store's keys that it set, added to or read until the first step."""
     files: int = 0
-    """Files that it opened until the first step, without code and data."""
+    """Number of files that it opened until the first step, except code and data."""
     cpu_seconds: float = 0.0
     """CPU time of the process."""
     memory: int = 0
@@ -112,8 +112,8 @@ class RankRecord:
     """Bytes of a checkpoint's metadata per piece of a tensor."""
 
     @property
-    def collectives(self) -> Sequence[Entered]:
-        return [event for event in self.events if isinstance(event, Entered)]
+    def collectives(self) -> Sequence[Entry]:
+        return [event for event in self.events if isinstance(event, Entry)]
 
     @property
     def posts(self) -> Sequence[Post]:

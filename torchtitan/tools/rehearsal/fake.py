@@ -46,7 +46,7 @@ def no_network() -> Iterator[FakeTensorMode]:
         # Ranks exchange shapes first in torch 2.12 to 2.14; other releases lack the method.
         if hasattr(schedules._PipelineSchedule, "_warmup_p2p"):
             stack.enter_context(
-                replaced(schedules._PipelineSchedule, _warmup_p2p=_shapes_are_known)
+                replaced(schedules._PipelineSchedule, _warmup_p2p=_use_static_shapes)
             )
         # torch 2.11 tests connections outside of that method, by sends of another shape.
         if hasattr(stage._PipelineStageBase, "_get_init_p2p_neighbors_ops"):
@@ -73,9 +73,9 @@ def start_group(world: int, rank: int) -> None:
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
 
 
-def _shapes_are_known(schedule: Any, stages: Any, *_: Any) -> None:
-    for each in stages:
-        each._inference_mode = stage.InferenceMode.STATIC
+def _use_static_shapes(schedule: Any, stages: Any, *_: Any) -> None:
+    for pipeline_stage in stages:
+        pipeline_stage._inference_mode = stage.InferenceMode.STATIC
 
 
 def take_fake_memory(

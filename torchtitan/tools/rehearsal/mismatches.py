@@ -1,4 +1,4 @@
-"""Whether ranks make the same groups, enter the same collectives, and receive what others send.
+"""Checks that ranks make the same groups, enter the same collectives, and receive what others send.
 Imports no torch.
 """
 
@@ -15,7 +15,7 @@ from torchtitan.health.collectives import (
     name_ranks,
     uneven_exchange,
 )
-from torchtitan.tools.rehearsal.events import Creation, Entered, Message, Post, RankRecord
+from torchtitan.tools.rehearsal.events import Creation, Entry, Message, Post, RankRecord
 from torchtitan.tools.rehearsal.rank_sample import RankSample
 from torchtitan.utils.wording import plural
 
@@ -25,7 +25,7 @@ Kind = Literal["error", "loop", "groups", "collectives", "messages", "exchanges"
 
 
 class Fault(NamedTuple):
-    """Why the ranks would hang, or fail."""
+    """A reason why the ranks would hang, or fail."""
 
     kind: Kind
     rank: int
@@ -35,7 +35,7 @@ class Fault(NamedTuple):
 
 @dataclass
 class Counts:
-    """Number of things compared."""
+    """Numbers of compared groups, calls and bytes."""
 
     groups: int = 0
     """Groups of several ranks, over the whole cluster."""
@@ -70,13 +70,13 @@ def check_groups(records: Mapping[int, RankRecord]) -> list[Fault]:
     """All ranks must create the same groups in the same order, members or not."""
     creations = zip_longest(*(record.creations for record in records.values()))
     for i, by_rank in enumerate(creations):
-        created: dict[int, Creation | None] = dict(zip(records, by_rank, strict=True))
-        sides = minority(created, lambda c: c and (c.ranks, c.description))
+        calls: dict[int, Creation | None] = dict(zip(records, by_rank, strict=True))
+        sides = minority(calls, lambda c: c and (c.ranks, c.description))
         if sides:
             few, most = sides
             text = (
-                f"{name_ranks(few)} {_creates(few, created[few[0]], i)}, where {name_ranks(most)} "
-                f"{_creates(most, created[most[0]], i)}"
+                f"{name_ranks(few)} {_creates(few, calls[few[0]], i)}, where {name_ranks(most)} "
+                f"{_creates(most, calls[most[0]], i)}"
             )
             return [Fault("groups", few[0], text)]
     return []
@@ -109,32 +109,32 @@ def check_collectives(
     records: Mapping[int, RankRecord], sample: RankSample, counts: Counts
 ) -> list[Fault]:
     """All members of each group must enter the same collectives in the same order."""
-    entered: dict[int, defaultdict[int, list[Entered]]] = {}
+    entries: dict[int, defaultdict[int, list[Entry]]] = {}
     for rank, record in records.items():
-        entered[rank] = defaultdict(list)
+        entries[rank] = defaultdict(list)
         for event in record.collectives:
-            entered[rank][event.slot].append(event)
+            entries[rank][event.slot].append(event)
             counts.collectives += 1
             counts.bytes += event.bytes
     first = records[min(records)]
     groups = all_groups(first)
     counts.groups = len(groups)
-    compared: set[tuple[int, frozenset[int]]] = set()
+    comparisons: set[tuple[int, frozenset[int]]] = set()
     faults: dict[int, Fault] = {}
     for ranks, slot in sorted(groups, key=lambda group: -sum(rank in records for rank in group[0])):
         stand_ins = {rank: sample.stand_in(rank) for rank in ranks}
         key = slot, frozenset(stand_ins.values())
-        if key in compared or slot in faults:
+        if key in comparisons or slot in faults:
             continue
-        compared.add(key)
-        lists = {rank: entered[by][slot] for rank, by in stand_ins.items()}
+        comparisons.add(key)
+        lists = {rank: entries[by][slot] for rank, by in stand_ins.items()}
         fault = _first_difference(lists, Group(ranks, first.groups[slot].description))
         if fault:
             faults[slot] = fault
     return [fault for _, fault in sorted(faults.items())]
 
 
-def _first_difference(lists: Mapping[int, list[Entered]], group: Group) -> Fault | None:
+def _first_difference(lists: Mapping[int, list[Entry]], group: Group) -> Fault | None:
     unique = {id(events): events for events in lists.values()}.values()
     calls = [[event.call for event in events] for events in unique]
     if all(other == calls[0] for other in calls):
@@ -150,19 +150,14 @@ def _first_difference(lists: Mapping[int, list[Entered]], group: Group) -> Fault
 
 
 def _difference(
-    few: list[int],
-    theirs: list[Entered],
-    most: list[int],
-    usual: list[Entered],
-    i: int,
-    group: Group,
+    few: list[int], theirs: list[Entry], most: list[int], usual: list[Entry], i: int, group: Group
 ) -> str:
     """The sentence about two lists of collectives that differ from index `i` on.
 
     Args:
-        group: the group compared; the lists may be those of ranks that stand in for its members.
+        group: the compared group; the lists may come from ranks that stand in for its members.
     """
-    if count := _left_out(usual[i:], theirs[i:]):
+    if count := _count_omissions(usual[i:], theirs[i:]):
         expected = replace(usual[i], group=group)
         during = f" during the {expected.during}"
         waits = "waits" if len(most) == 1 else "wait"
@@ -170,7 +165,7 @@ def _difference(
             f"{name_ranks(few)} did not enter {expected.describe()}{during}{_more(count, 'nor')}, "
             f"where {name_ranks(most)} {waits}, at {expected.at}{_last(few, theirs[:i])}"
         )
-    if count := _left_out(theirs[i:], usual[i:]):
+    if count := _count_omissions(theirs[i:], usual[i:]):
         actual = replace(theirs[i], group=group)
         return (
             f"{name_ranks(few)} entered {actual.describe()}{actual.when_and_where}"
@@ -181,7 +176,7 @@ def _difference(
     return different_calls(few, rare, most, other)
 
 
-def _left_out(longer: Sequence[Entered], shorter: Sequence[Entered]) -> int:
+def _count_omissions(longer: Sequence[Entry], shorter: Sequence[Entry]) -> int:
     """Number of collectives at the beginning of `longer` without which it continues like `shorter`;
     0: it doesn't.
     """
@@ -191,16 +186,16 @@ def _left_out(longer: Sequence[Entered], shorter: Sequence[Entered]) -> int:
     return next((count for count in counts if calls[count : count + _ALIKE] == now), 0)
 
 
-def _more(count: int, joined: str) -> str:
+def _more(count: int, conjunction: str) -> str:
     """The collectives that follow the first one, if there are any."""
-    return f", {joined} the {plural(count - 1, 'collective')} after it" if count > 1 else ""
+    return f", {conjunction} the {plural(count - 1, 'collective')} after it" if count > 1 else ""
 
 
-def _last(ranks: Sequence[int], entered: Sequence[Entered]) -> str:
+def _last(ranks: Sequence[int], entries: Sequence[Entry]) -> str:
     """The last collective that the ranks entered alike, if there is one."""
-    if not entered:
+    if not entries:
         return ""
-    last = entered[-1]
+    last = entries[-1]
     whose = "its" if len(ranks) == 1 else "their"
     return f"; {whose} last one there is #{last.number} {last.op}, at {last.at}"
 
@@ -208,7 +203,9 @@ def _last(ranks: Sequence[int], entered: Sequence[Entered]) -> str:
 # ---- sends and receives
 
 
-class _Sent(NamedTuple):
+class _Letter(NamedTuple):
+    """A message, and the post that it is part of."""
+
     message: Message
     post: Post
 
@@ -217,8 +214,8 @@ class _Sent(NamedTuple):
 class _Mail:
     """Messages to and from one peer in one group."""
 
-    sends: list[_Sent] = field(default_factory=list)
-    receives: list[_Sent] = field(default_factory=list)
+    sends: list[_Letter] = field(default_factory=list)
+    receives: list[_Letter] = field(default_factory=list)
 
 
 def check_messages(
@@ -233,10 +230,10 @@ def check_messages(
             peer = ranks[other]
             theirs = mails[sample.stand_in(peer)].get((slot, ranks.index(rank)), _Mail())
             counts.messages += len(mail.sends)
-            counts.bytes += sum(sent.message.bytes for sent in mail.sends)
-            faults.append(_unmatched(rank, peer, mail.sends, theirs.receives))
+            counts.bytes += sum(send.message.bytes for send in mail.sends)
+            faults.append(_message_fault(rank, peer, mail.sends, theirs.receives))
             if not theirs.sends:
-                faults.append(_unmatched(peer, rank, [], mail.receives))
+                faults.append(_message_fault(peer, rank, [], mail.receives))
     return [fault for fault in faults if fault][:1]
 
 
@@ -247,34 +244,38 @@ def _mail(record: RankRecord) -> dict[tuple[int, int], _Mail]:
         ranks = record.groups[post.slot].ranks
         for message in post.messages:
             peer_mail = mails[post.slot, ranks.index(message.peer)]
-            (peer_mail.sends if message.sends else peer_mail.receives).append(_Sent(message, post))
+            (peer_mail.sends if message.sends else peer_mail.receives).append(
+                _Letter(message, post)
+            )
     return dict(mails)
 
 
-def _unmatched(source: int, target: int, sends: list[_Sent], receives: list[_Sent]) -> Fault | None:
-    for number, (sent, received) in enumerate(zip(sends, receives, strict=False), 1):
-        what = f"rank {source} sends message #{number} ({sent.message.tensors}) to rank {target}"
-        here = f"{what}, at {sent.post.at}"
-        there = f"at {received.post.at}"
-        if sent.message.tensors != received.message.tensors:
-            text = f"{here}, which receives {received.message.tensors}, {there}"
+def _message_fault(
+    source: int, target: int, sends: list[_Letter], receives: list[_Letter]
+) -> Fault | None:
+    for number, (send, receive) in enumerate(zip(sends, receives, strict=False), 1):
+        what = f"rank {source} sends message #{number} ({send.message.tensors}) to rank {target}"
+        here = f"{what}, at {send.post.at}"
+        there = f"at {receive.post.at}"
+        if send.message.tensors != receive.message.tensors:
+            text = f"{here}, which receives {receive.message.tensors}, {there}"
             return Fault("messages", source, text)
-        if sent.post.pair != received.post.pair:
-            ways = ("over the group's communicator", "over that of the two ranks")
-            way = ways[sent.post.pair]
-            text = f"{here}, {way}, but it is received {ways[received.post.pair]}, {there}"
+        if send.post.pair != receive.post.pair:
+            ways = ("over the group's communicator", "over the two ranks' communicator")
+            way = ways[send.post.pair]
+            text = f"{here}, {way}, but it is received {ways[receive.post.pair]}, {there}"
             return Fault("messages", source, text)
-    matched = min(len(sends), len(receives))
+    pairs = min(len(sends), len(receives))
     if len(sends) == len(receives):
         return None
-    left = max(sends, receives, key=len)[matched]
-    what = f"message #{matched + 1} ({left.message.tensors})"
-    when = f"during the {left.post.during}, at {left.post.at}"
-    if len(sends) > matched:
+    surplus = max(sends, receives, key=len)[pairs]
+    what = f"message #{pairs + 1} ({surplus.message.tensors})"
+    when = f"during the {surplus.post.during}, at {surplus.post.at}"
+    if len(sends) > pairs:
         text = f"rank {source} sends {what} to rank {target} {when}, but rank {target} receives "
-        return Fault("messages", target, f"{text}only {matched} from it")
+        return Fault("messages", target, f"{text}only {pairs} from it")
     text = f"rank {target} receives {what} from rank {source} {when}, but rank {source} sends "
-    return Fault("messages", source, f"{text}only {matched} to it")
+    return Fault("messages", source, f"{text}only {pairs} to it")
 
 
 # ---- experts

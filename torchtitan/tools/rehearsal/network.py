@@ -29,16 +29,16 @@ class _Work:
     def __init__(self, recorder: Recorder, post: int):
         self._recorder = recorder
         self._post = post
-        self._done = False
+        self._has_ended = False
 
     def wait(self, *_: Any) -> bool:
-        if not self._done:
-            self._recorder.waited(self._post)
-        self._done = True
+        if not self._has_ended:
+            self._recorder.add_wait(self._post)
+        self._has_ended = True
         return True
 
     def is_completed(self) -> bool:
-        return self._done
+        return self._has_ended
 
 
 class Network:
@@ -51,10 +51,10 @@ class Network:
         """
         self.recorder = recorder
         self.broadcasts = broadcasts
-        self._received = 0
+        self._index = 0
 
     def reducing(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a reduction of torch.distributed, so that the recorder knows its kind."""
+        """Wrap a reduction of torch.distributed, so that the recorder gets its kind."""
 
         @functools.wraps(call)
         def reduce(*args: Any, **kwargs: Any) -> Any:
@@ -70,7 +70,7 @@ class Network:
     ) -> None:
         slot = self.recorder.slot(group)
         index = None if root is None else self.recorder.record.groups[slot].ranks.index(root)
-        self.recorder.entered(slot, op, "object", size, root=index)
+        self.recorder.add_entry(slot, op, "object", size, root=index)
 
     def all_gather_object(
         self, object_list: list[Any], obj: Any, group: ProcessGroup | None = None
@@ -96,9 +96,9 @@ class Network:
             return
         if self.broadcasts is None:
             record.broadcasts.append(list(object_list))
-        elif self._received < len(self.broadcasts):
-            object_list[:] = self.broadcasts[self._received]
-        self._received += 1
+        elif self._index < len(self.broadcasts):
+            object_list[:] = self.broadcasts[self._index]
+        self._index += 1
 
     def gather_object(
         self,
@@ -129,7 +129,7 @@ class Network:
 
     def _post(self, group: Any, messages: list[Message], *, pair: bool) -> _Work:
         slot = self.recorder.slot(group)
-        return _Work(self.recorder, self.recorder.posted(slot, messages, pair=pair))
+        return _Work(self.recorder, self.recorder.add_post(slot, messages, pair=pair))
 
     def isend(
         self,
@@ -177,10 +177,9 @@ def _size(value: object) -> int:
 
 @contextmanager
 def recording(recorder: Recorder, broadcasts: list[Any] | None) -> Iterator[None]:
-    """Replace what makes groups, exchanges objects, sends and receives, and record the rest.
-
-    Of torch.distributed, these are the functions in `_OBJECTS`, `_MESSAGES` and `_REDUCTIONS`, and
-    the one that all of its ways to make a group end in.
+    """Replace and record the functions of torch.distributed that make groups, exchange objects,
+    send, receive and reduce: `_OBJECTS`, `_MESSAGES`, `_REDUCTIONS`, and the one function that all
+    ways to make a group call.
     """
     network = Network(recorder, broadcasts)
     replacements: dict[str, Callable[..., Any]] = {
@@ -199,10 +198,10 @@ def recording(recorder: Recorder, broadcasts: list[Any] | None) -> Iterator[None
 
 
 def _recorded_creation(recorder: Recorder, create: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's creation of a group, whose group is a fake one and recorded."""
+    """torch's creation of a group, which makes a fake group and records it."""
 
     @functools.wraps(create)
-    def created(
+    def create_group(
         size: int,
         rank: int,
         ranks: list[int],
@@ -216,7 +215,7 @@ def _recorded_creation(recorder: Recorder, create: Callable[..., Any]) -> Callab
             result = create(size, rank, ranks, "fake", store, name, *args, **kwargs)
         members = tuple(ranks or range(size))
         local_name = name if result[0] is not dist.GroupMember.NON_GROUP_MEMBER else None
-        recorder.created(members, kwargs.get("group_desc") or "default_pg", local_name)
+        recorder.add_group(members, kwargs.get("group_desc") or "default_pg", local_name)
         return result
 
-    return created
+    return create_group

@@ -1,8 +1,8 @@
 """Runs the trainer of one rank on the fake process group: a step, its report, a validation, a save,
 a resume, the end.
 
-It is the code of a run, from the first process group to the last barrier. Replaced are the network,
-the memory, the data (rows without content) and the storage of checkpoints.
+The code of a run is unchanged, from the first process group to the last barrier. Only the network,
+the memory, the data (rows without content) and the storage of checkpoints are replaced.
 """
 
 import logging
@@ -32,13 +32,13 @@ from torchtitan.config.sections.schema import Config
 from torchtitan.health.rank_dumps import where
 from torchtitan.parallel.mesh import build_mesh
 from torchtitan.parallel.parallelize import parallelize
-from torchtitan.tools.rehearsal.coverage import rehearsed
+from torchtitan.tools.rehearsal.coverage import rehearsal_config
 from torchtitan.tools.rehearsal.events import RankRecord
 from torchtitan.tools.rehearsal.fake import aside, no_network, start_group, take_fake_memory
 from torchtitan.tools.rehearsal.network import recording
-from torchtitan.tools.rehearsal.recorder import EndlessLoopError, Recorder, skipped
+from torchtitan.tools.rehearsal.recorder import EndlessLoopError, Recorder, is_hidden
 from torchtitan.tools.rehearsal.replaced import NoFiles, blank_data, few_modules, unequal_splits
-from torchtitan.tools.rehearsal.requests import CountedStore, count_files, counted_store
+from torchtitan.tools.rehearsal.requests import CountingStore, count_files, counting_store
 from torchtitan.train.build import Builders
 from torchtitan.train.built_in import Report, Save
 from torchtitan.train.callbacks import Callback, Run
@@ -65,25 +65,25 @@ def rehearse_rank(
         config: derived and validated for `world` ranks.
         layers: number of layers of each stage to run; None: all.
         values: index in `VALUES` of what the host reads of the rank's own tensors.
-        broadcasts: objects that rank 0 broadcast in its own rehearsal; None on rank 0.
+        broadcasts: objects that rank 0 broadcast in its rehearsal; None on rank 0.
     """
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     with TemporaryDirectory(prefix="rehearsal-") as folder:
-        config = rehearsed(config, world, folder)
+        config = rehearsal_config(config, world, folder)
         setup = preflight(config, output=False)
         recorder = Recorder(rank, axis_degrees(config.parallelism), values=values)
-        opened = count_files(lambda: recorder.during == "start")
-        with counted_store(rank, world) as store:
+        files = count_files(lambda: recorder.during == "start")
+        with counting_store(rank, world) as store:
             record(
                 recorder,
                 broadcasts,
                 lambda mode: _run(config, setup, world, recorder, mode, store, layers),
             )
-    recorder.record.files = len(opened)
+    recorder.record.files = len(files)
     recorder.record.cpu_seconds = time.process_time()
-    recorder.record.memory = _most_memory()
+    recorder.record.memory = _peak_memory()
     return recorder.record
 
 
@@ -102,22 +102,22 @@ def record(
         except EndlessLoopError as loop:
             recorder.record.loop = str(loop)
         except (Exception, SystemExit) as error:
-            recorder.record.error = _described(error)
+            recorder.record.error = _describe(error)
     recorder.record.exchanges = last_exchanges()
 
 
-def _described(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     """An exception, and the line of the run that raised it."""
     frames = [
         (frame.filename, frame.lineno, frame.name)
         for frame in reversed(traceback.extract_tb(error.__traceback__))
     ]
-    of_the_run = [frame for frame in frames if not skipped(frame[0])]
+    run_frames = [frame for frame in frames if not is_hidden(frame[0])]
     text = f"{type(error).__name__}: {error}".splitlines()[0]
-    return f"{text}, at {where(of_the_run or frames)}"
+    return f"{text}, at {where(run_frames or frames)}"
 
 
-def _most_memory() -> int:
+def _peak_memory() -> int:
     """Peak memory of this process in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
@@ -129,21 +129,21 @@ def _run(
     world: int,
     recorder: Recorder,
     mode: FakeTensorMode,
-    store: CountedStore,
+    store: CountingStore,
     layers: int | None,
 ) -> None:
-    def named(callbacks: tuple[Callback, ...]) -> Iterator[Callback]:
+    def with_labels(callbacks: tuple[Callback, ...]) -> Iterator[Callback]:
         for callback in callbacks:
             kind = type(callback)
             ours = kind.__module__.startswith(f"{torchtitan.train.__name__}.")
-            label = _NAMED_CALLBACKS.get(kind, "first step" if ours else "callbacks")
+            label = _CALLBACK_LABELS.get(kind, "first step" if ours else "callbacks")
             yield from (_During(recorder, label), callback)
         yield _During(recorder, "first step")
 
     run = Trainer(
         config,
         setup,
-        arrange=lambda callbacks: tuple(named(callbacks)),
+        arrange=lambda callbacks: tuple(with_labels(callbacks)),
         builders=Builders(
             connect=lambda *_: start_group(world, recorder.record.rank),
             mesh=aside(build_mesh),
@@ -172,12 +172,12 @@ def _run(
     run.close()
 
 
-_NAMED_CALLBACKS: dict[type[Callback], str] = {
+_CALLBACK_LABELS: dict[type[Callback], str] = {
     Report: "report",
     Validate: "validation",
     Save: "save",
 }
-"""Callbacks that the rehearsal names; the user's are `callbacks`."""
+"""Labels of callbacks in the report; a user's callback has the label `callbacks`."""
 
 
 class _During(Callback):
@@ -204,7 +204,7 @@ def _count_pieces(tensors: dict[str, Any]) -> tuple[int, int]:
 
 
 def _metadata_bytes() -> float:
-    """Bytes for each part of `.metadata` and `__N.json`, measured on a tensor in many parts."""
+    """Bytes for each chunk of `.metadata` and `__N.json`, measured on a tensor in many chunks."""
     name = "optimizer.layers.10.attention.wo.weight.exp_avg"
     size = 2**24
     count = 256
@@ -214,14 +214,14 @@ def _metadata_bytes() -> float:
         piece = StoredChunk(
             (size * i, 0), (size, 2**14), f"__{i}_0.distcp", size * i, length=size, crc32=2**32 - 1
         )
-        written = WrittenTensor(
+        tensor = WrittenTensor(
             dtype="float32",
             size=(size * count, 2**14),
             layout=Layout(0, [[Cut(count, 1)], []]),
             parts=[piece],
         )
-        total += len(written.model_dump_json()) + len(name)
-        for result in add_chunks(metadata, name, written):
+        total += len(tensor.model_dump_json()) + len(name)
+        for result in add_chunks(metadata, name, tensor):
             metadata.storage_data = metadata.storage_data or {}
             metadata.storage_data[result.index] = result.storage_data
     return (len(pickle.dumps(metadata)) + total) / count

@@ -1,19 +1,19 @@
-"""Which ranks are rehearsed, which of them represents each of the others, and which values they
-read of their own data.
+"""The choice of ranks to rehearse, of the one that represents each other rank, and of the values
+that they read of their own data.
 
 Ranks at one place of the pipeline run the same stages, so they can differ only in their coordinates
-along the other axes: the first rank has a root's or the log's work, the last has what uneven shards
-leave. At each place of the pipeline, the rank that is first along all other axes is rehearsed, and
-the one that is last; at the first place also those that are last, or in the middle, along one axis
+along the other axes: the first rank does a root's and the log's work, the last has the remainder of
+uneven shards. At each place of the pipeline, the ranks that are first and last along all other axes
+are rehearsed; at the first place also the ranks that are last, or in the middle, along one axis
 only.
 """
 
 from collections.abc import Collection, Mapping
 
 VALUES = (1, 9240, 9242)
-"""What the host reads of a rank's own tensors. Their differences are primes (9239, 9241 and 2), so
-they differ modulo any other number, and modulo no number are all three alike. 9240 alone is a
-multiple of 3, 4, 5, 6, 7, 8, 10, 11 and 12.
+"""Values that the host reads of a rank's own tensors. Their differences are primes (9239, 9241 and
+2), so they differ modulo any other number, and all three are equal modulo no number. Only 9240 is
+a multiple of 3, 4, 5, 6, 7, 8, 10, 11 and 12.
 """
 
 
@@ -50,11 +50,11 @@ def corners(degrees: Mapping[str, int]) -> list[int]:
 class RankSample:
     """The rehearsed ranks, and which of them represents each rank."""
 
-    def __init__(self, rehearsed: Collection[int], degrees: Mapping[str, int]):
-        self.rehearsed = set(rehearsed)
+    def __init__(self, ranks: Collection[int], degrees: Mapping[str, int]):
+        self.ranks = set(ranks)
         self.degrees = degrees
-        self._known: dict[tuple[int, ...], int] = {}
-        self._kinds = {rank: self._kind(rank) for rank in sorted(rehearsed)}
+        self._stand_ins: dict[tuple[int, ...], int] = {}
+        self._kinds = {rank: self._kind(rank) for rank in sorted(ranks)}
 
     def _kind(self, rank: int) -> tuple[int, ...]:
         """The place in the pipeline, then for each axis 0 (first), 1 (between) or 2 (last)."""
@@ -72,21 +72,21 @@ class RankSample:
         It is at the same place of the pipeline, first along most of the axes along which `rank` is
         first, then last along most.
         """
-        if rank in self.rehearsed:
+        if rank in self.ranks:
             return rank
         kind = self._kind(rank)
-        if kind not in self._known:
+        if kind not in self._stand_ins:
             candidates = [other for other, its in self._kinds.items() if its[0] == kind[0]]
-            self._known[kind] = max(
+            self._stand_ins[kind] = max(
                 candidates, key=lambda other: _likeness(kind, self._kinds[other])
             )
-        return self._known[kind]
+        return self._stand_ins[kind]
 
     def values(self, rank: int) -> int:
         """Index of the made-up values that the rank reads of its own tensors.
 
-        The value of the first rank of a stage is far from those of all others of the stage, and of
-        the first ones of the stages beside it. Where three ranks are in a line, all values occur.
+        The value of a stage's first rank is far from the values of the stage's other ranks, and of
+        the adjacent stages' first ranks. Where three ranks are in a line, all values occur.
         """
         position = coordinates(rank, self.degrees)
         stage = position.pop("pp", 0)

@@ -1,7 +1,7 @@
 """Records a rank on the fake process group: its groups, collectives, and values that it reads.
 
-A dispatch mode below DTensor sees collectives of tensors. `network.py` adds those of objects, sends
-and receives.
+A dispatch mode below DTensor sees collectives of tensors. `network.py` adds collectives of objects,
+sends and receives.
 """
 
 import functools
@@ -26,15 +26,7 @@ from torchtitan.health.collectives import Group, describe_group
 from torchtitan.health.rank_dumps import is_library, where
 from torchtitan.parallel import agree, collectives
 from torchtitan.parallel.context.attention import ring_attention, ring_attention_backward
-from torchtitan.tools.rehearsal.events import (
-    Creation,
-    Entered,
-    Message,
-    Post,
-    RankRecord,
-    Read,
-    Wait,
-)
+from torchtitan.tools.rehearsal.events import Creation, Entry, Message, Post, RankRecord, Read, Wait
 from torchtitan.tools.rehearsal.rank_sample import VALUES, coordinates
 from torchtitan.utils.torch_compat import redistribute_and_wait
 
@@ -64,8 +56,7 @@ _HELPERS = {
 _ROOTED = ("broadcast", "gather", "scatter", "reduce")
 _REDUCING = ("all_reduce", "reduce_scatter", "reduce")
 INSIDE = {op._qualname: op._init_fn for op in (ring_attention, ring_attention_backward)}
-"""Implementations of our own operators that are composed of others; their fake versions would hide
-what they do.
+"""Implementations of custom operators that call others, which their fake versions would hide.
 """
 _ENDLESS_READS = 20_000
 """A line that reads more values is in an endless loop. The optimizer reads a few per parameter."""
@@ -98,11 +89,11 @@ class Recorder(TorchDispatchMode):
         self._posts = 0
         self.reduction = ""
         """Reduction of the running call of torch.distributed; c10d's operators don't name it."""
-        self._all = frozenset(axis for axis, degree in degrees.items() if degree > 1)
+        self._all_axes = frozenset(axis for axis, degree in degrees.items() if degree > 1)
 
     # ---- groups
 
-    def created(self, ranks: tuple[int, ...], description: str, name: str | None) -> None:
+    def add_group(self, ranks: tuple[int, ...], description: str, name: str | None) -> None:
         """Record a new group. `name` is None if this rank is not a member."""
         at = self.at()
         description = describe_group(description, ranks, self.degrees)
@@ -114,39 +105,39 @@ class Recorder(TorchDispatchMode):
             self._axes[slot] = self._axes_of(ranks)
 
     def _axes_of(self, ranks: tuple[int, ...]) -> frozenset[str]:
-        """Mesh axes that a group spans whole; none if it also spans a part of another one."""
+        """Mesh axes that a group spans completely; none if it also spans a part of another axis."""
         positions = [coordinates(rank, self.degrees) for rank in ranks]
-        whole = [
+        full_axes = [
             axis
-            for axis in self._all
+            for axis in self._all_axes
             if len({position[axis] for position in positions}) == self.degrees[axis]
         ]
-        size = math.prod(self.degrees[axis] for axis in whole)
-        return frozenset(whole if size == len(ranks) else ())
+        size = math.prod(self.degrees[axis] for axis in full_axes)
+        return frozenset(full_axes if size == len(ranks) else ())
 
     def slot(self, group: ProcessGroup | None) -> int:
         return self.slots[(group or dist.group.WORLD).group_name]
 
     # ---- collectives
 
-    def entered(self, slot: int, op: str, what: str, size: int, root: int | None = None) -> None:
+    def add_entry(self, slot: int, op: str, what: str, size: int, root: int | None = None) -> None:
         group = self.record.groups[slot]
         if len(group.ranks) == 1:
             return
         self._counts[slot] += 1
         number = self._counts[slot]
         self.record.events.append(
-            Entered(group, number, op, what, self.at(), root, self.during, slot=slot, bytes=size)
+            Entry(group, number, op, what, self.at(), root, self.during, slot=slot, bytes=size)
         )
 
-    def posted(self, slot: int, messages: Sequence[Message], *, pair: bool) -> int:
+    def add_post(self, slot: int, messages: Sequence[Message], *, pair: bool) -> int:
         """Record sends and receives that begin; returns the number of the post."""
         post = Post(slot, self._posts, tuple(messages), pair, at=self.at(), during=self.during)
         self._posts += 1
         self.record.events.append(post)
         return post.number
 
-    def waited(self, post: int) -> None:
+    def add_wait(self, post: int) -> None:
         self.record.events.append(Wait(post, self.at()))
 
     def __torch_dispatch__(
@@ -174,7 +165,7 @@ class Recorder(TorchDispatchMode):
 
     def _collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
-        axes = _shared(tensors(args))
+        axes = _common_axes(tensors(args))
         kind = _kind(func)
         slot = self.slots.get(group_name((*args, *kwargs.values())))
         if kind is None or slot is None:
@@ -190,7 +181,7 @@ class Recorder(TorchDispatchMode):
         if in_place and kind in _ROOTED:
             numbers = (x for x in args if isinstance(x, int) and not isinstance(x, bool))
             root = next(numbers, None)
-        self.entered(slot, kind, what, sum(map(nbytes, inputs)), root=root)
+        self.add_entry(slot, kind, what, sum(map(nbytes, inputs)), root=root)
         if kind in ("all_reduce", "all_gather", "broadcast"):
             axes |= self._axes[slot]
         else:
@@ -203,14 +194,14 @@ class Recorder(TorchDispatchMode):
     # ---- values
 
     def _read(self, tensor: Tensor) -> bool | int | float:
-        """A value for the host: this rank's own unless all ranks are known to compute the same.
+        """A value for the host: the same on all ranks if it must be, else this rank's value.
 
         Raises:
             EndlessLoopError: this line reads values without end.
         """
         if not isinstance(tensor, FakeTensor):
             return tensor.item()
-        shared = _shared([tensor]) >= self._all
+        shared = _common_axes([tensor]) >= self._all_axes
         read = Read(self.at(), shared)
         count = self.record.reads.get(read, 0) + 1
         self.record.reads[read] = count
@@ -227,10 +218,10 @@ class Recorder(TorchDispatchMode):
         """A result is the same on all ranks along an axis if all inputs are."""
         inputs = list(tensors(args))
         if inputs:
-            marks = _shared(inputs)
+            marks = _common_axes(inputs)
         else:
             constant = func._overloadpacket.__name__ in ("zeros", "ones", "arange")
-            marks = self._all if constant else frozenset()
+            marks = self._all_axes if constant else frozenset()
         for result in tensors(out):
             mark(result, marks)
 
@@ -241,15 +232,15 @@ class Recorder(TorchDispatchMode):
         frame: FrameType = sys._getframe(2)
         while frame.f_back is not None:
             code = frame.f_code
-            if not skipped(code.co_filename) and code.co_qualname not in _HELPERS:
+            if not is_hidden(code.co_filename) and code.co_qualname not in _HELPERS:
                 break
             frame = frame.f_back
         return _where(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname)
 
 
 @functools.cache
-def skipped(file: str) -> bool:
-    """Whether a file is a library's or the rehearsal's, so that none of its lines is the run's."""
+def is_hidden(file: str) -> bool:
+    """Whether a file is a library's or the rehearsal's, so that its lines aren't reported."""
     return is_library(file) or file.startswith(_REHEARSAL_FOLDER)
 
 
@@ -259,7 +250,7 @@ def _where(file: str, line: int, function: str) -> str:
 
 
 def _kind(func: Any) -> str | None:
-    """The collective that an operator is."""
+    """The kind of collective of an operator; None if it is none."""
     name = func._overloadpacket.__name__.replace("_", "")
     return next((kind for kind in _KINDS if kind.replace("_", "") in name), None)
 
@@ -296,7 +287,7 @@ def reduction(args: tuple[Any, ...]) -> str:
     return ""
 
 
-def _shared(inputs: Iterable[Tensor]) -> frozenset[str]:
+def _common_axes(inputs: Iterable[Tensor]) -> frozenset[str]:
     """Axes along which all ranks hold the same values."""
     marks: list[frozenset[str]] = [getattr(x, "_rehearsed", frozenset()) for x in inputs]
     return frozenset.intersection(*marks) if marks else frozenset()

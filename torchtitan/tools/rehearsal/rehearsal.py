@@ -32,7 +32,7 @@ _MAY_DEPEND_ON_DATA = ("collectives", "messages", "error", "groups")
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What was rehearsed, and what is wrong."""
+    """The records of the rehearsed ranks, and their faults."""
 
     config: Config
     world: int
@@ -58,20 +58,26 @@ def rehearse(
     sample = RankSample({*corners(degrees), *ranks}, degrees)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torchtitan.tools.rehearsal.rank"])
-    processes = min(_cores(), len(sample.rehearsed))
+    processes = min(_cores(), len(sample.ranks))
     with ProcessPoolExecutor(processes, mp_context=context, max_tasks_per_child=1) as pool:
 
         def run(rank: int, values: int, broadcasts: list[Any] | None) -> Future[RankRecord]:
             return pool.submit(
-                _alone, config, world, rank, layers=layers, values=values, broadcasts=broadcasts
+                _in_new_process,
+                config,
+                world,
+                rank,
+                layers=layers,
+                values=values,
+                broadcasts=broadcasts,
             )
 
         records = {0: run(0, sample.values(0), None).result()}
         broadcasts = records[0].broadcasts
-        others = sorted(sample.rehearsed - {0})
+        others = sorted(sample.ranks - {0})
         running = {rank: run(rank, sample.values(rank), broadcasts) for rank in others}
         records |= {rank: future.result() for rank, future in running.items()}
-        counts, faults = compared(
+        counts, faults = compare(
             records,
             sample,
             lambda rank, values: run(rank, values, broadcasts if rank else None).result(),
@@ -79,10 +85,10 @@ def rehearse(
     return Rehearsal(config, world, layers, records, counts=counts, faults=faults)
 
 
-def compared(
+def compare(
     records: dict[int, RankRecord], sample: RankSample, again: Callable[[int, int], RankRecord]
 ) -> tuple[Counts, list[Fault]]:
-    """Number of things compared, and the faults.
+    """The counts of what was compared, and the faults.
 
     Args:
         again: rehearses a rank once more, with other made-up values of its own data.
@@ -92,16 +98,16 @@ def compared(
     for fault in check(records, sample, counts):
         rank = fault.rank
         if rank in records and fault.kind in _MAY_DEPEND_ON_DATA:
-            fault = _explained(fault, records[rank], sample.values(rank), again)
+            fault = _explain(fault, records[rank], sample.values(rank), again)
         faults.append(fault)
     return counts, faults
 
 
 def few_layers(config: Config) -> int:
-    """Layers of each stage that show all that a stage does.
+    """Number of layers of each stage that suffices to see all its communication.
 
-    Without a pipeline, FSDP gathers a layer while another one computes, which takes two. With one,
-    the schedule gathers whole stages.
+    Without a pipeline, FSDP gathers a layer while another one computes, so there must be two. With
+    a pipeline, the schedule gathers whole stages.
     """
     return 1 if config.parallelism.pipeline_parallel_degree > 1 else 2
 
@@ -117,10 +123,10 @@ def check(records: dict[int, RankRecord], sample: RankSample, counts: Counts) ->
     return faults or check_circles(records)
 
 
-def _explained(
+def _explain(
     fault: Fault, before: RankRecord, values: int, again: Callable[[int, int], RankRecord]
 ) -> Fault:
-    """The fault, or that it is due to the rank's own data: with other values, it does otherwise."""
+    """The fault, attributed to the rank's own data if it acts differently with other values."""
     for other in range(len(VALUES)):
         if other != values:
             after = again(fault.rank, other)
@@ -134,7 +140,7 @@ def _actions(record: RankRecord) -> tuple[Any, ...]:
 
 
 def _because_of_data(fault: Fault, before: RankRecord, after: RankRecord) -> Fault:
-    """The fault as one of the rank's own data, if it read any before it did otherwise."""
+    """The fault, attributed to the rank's own data if it read any before its events differ."""
     pairs = enumerate(zip_longest(before.events, after.events))
     first = next((i for i, (earlier, later) in pairs if earlier != later), len(before.events))
     read = [line for position, line in before.local_reads if position <= first]
@@ -151,11 +157,11 @@ def _cores() -> int:
     return os.cpu_count() or 1
 
 
-def _alone(config: Config, *ranks: int, **options: Any) -> RankRecord:
-    """`rehearse_rank` in a process of its own."""
+def _in_new_process(config: Config, *ranks: int, **options: Any) -> RankRecord:
+    """`rehearse_rank` in a new process."""
     from torchtitan.tools.rehearsal.rank import rehearse_rank  # imports torch
 
-    gc.freeze()  # the trainer's collection needn't scan what torch is made of
+    gc.freeze()  # the trainer's collection needn't scan torch's objects
     if config.experimental.custom_import:
         import_custom(config.experimental.custom_import)
     return rehearse_rank(config, *ranks, **options)

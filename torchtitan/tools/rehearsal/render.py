@@ -5,7 +5,7 @@ from typing import Any
 
 from torchtitan.config.derive import layout_degrees, layout_name
 from torchtitan.health.collectives import name_ranks
-from torchtitan.tools.rehearsal.coverage import not_rehearsed
+from torchtitan.tools.rehearsal.coverage import omissions
 from torchtitan.tools.rehearsal.events import RankRecord
 from torchtitan.tools.rehearsal.rehearsal import Rehearsal
 from torchtitan.tools.rehearsal.startup import rows, startup
@@ -13,7 +13,7 @@ from torchtitan.utils.wording import aligned, plural, show_gib
 
 
 def as_text(rehearsal: Rehearsal) -> str:
-    """What was checked, and the verdict."""
+    """A summary of the checks, and the verdict."""
     counts = rehearsal.counts
     model = rehearsal.config.model
     layout = layout_name(layout_degrees(rehearsal.config.parallelism))
@@ -35,7 +35,7 @@ def as_text(rehearsal: Rehearsal) -> str:
         "of messages",
         f"It took {seconds:,.0f} CPU seconds, and at most {show_gib(memory)} in each process",
         f"Values that a rank reads of its own data, which changed nothing: {local_reads or 'none'}",
-        f"Not rehearsed: {'; '.join(not_rehearsed(rehearsal.config))}",
+        f"Not rehearsed: {'; '.join(omissions(rehearsal.config))}",
         "",
         aligned([("start-up and checkpoints", "on this many ranks"), *rows(startup(rehearsal))]),
         "",
@@ -46,13 +46,13 @@ def as_text(rehearsal: Rehearsal) -> str:
     return "\n".join(lines)
 
 
-def _is_whole(rehearsal: Rehearsal) -> bool:
+def _has_all_ranks(rehearsal: Rehearsal) -> bool:
     return len(rehearsal.records) == rehearsal.world
 
 
 def _ranks(rehearsal: Rehearsal) -> str:
-    """The ranks that ran, and why these."""
-    if _is_whole(rehearsal):
+    """The ranks that ran, and the reason for the choice."""
+    if _has_all_ranks(rehearsal):
         return "every rank"
     return (
         f"{name_ranks(rehearsal.records)}: at each place of the pipeline the first and "
@@ -62,7 +62,7 @@ def _ranks(rehearsal: Rehearsal) -> str:
 
 def _verdict(rehearsal: Rehearsal) -> str:
     agree = "groups, collectives, messages and their order agree"
-    if _is_whole(rehearsal):
+    if _has_all_ranks(rehearsal):
         return f"No rank can wait for another forever: {agree}"
     others = plural(rehearsal.world - len(rehearsal.records), "other rank")
     return (
@@ -88,16 +88,16 @@ def _table(record: RankRecord) -> list[list[str]]:
     for slot, group in enumerate(record.groups):
         if len(group.ranks) == 1:
             continue
-        entered = [event for event in record.collectives if event.slot == slot]
+        entries = [event for event in record.collectives if event.slot == slot]
         posts = [post for post in record.posts if post.slot == slot]
-        sent = [message for post in posts for message in post.messages if message.sends]
-        size = sum(event.bytes for event in entered) + sum(message.bytes for message in sent)
+        sends = [message for post in posts for message in post.messages if message.sends]
+        size = sum(event.bytes for event in entries) + sum(message.bytes for message in sends)
         table.append(
             [
                 group.description,
                 str(len(group.ranks)),
-                f"{len(entered):,}",
-                f"{len(sent):,}",
+                f"{len(entries):,}",
+                f"{len(sends):,}",
                 f"{size / 2**20:,.1f}",
                 group.at,
             ]
@@ -106,14 +106,14 @@ def _table(record: RankRecord) -> list[list[str]]:
 
 
 def as_data(rehearsal: Rehearsal) -> dict[str, Any]:
-    """The result as JSON holds it."""
+    """The result as JSON values."""
     return {
         "world": rehearsal.world,
         "layout": layout_degrees(rehearsal.config.parallelism),
         "layers": rehearsal.layers,
         "rehearsed": sorted(rehearsal.records),
         "parts": _phases(rehearsal),
-        "not_rehearsed": not_rehearsed(rehearsal.config),
+        "not_rehearsed": omissions(rehearsal.config),
         "checked": asdict(rehearsal.counts),
         "reads": [{"at": at, "shared": shared} for at, shared in sorted(_reads(rehearsal))],
         "ranks": [_rank(rank, record) for rank, record in rehearsal.records.items()],

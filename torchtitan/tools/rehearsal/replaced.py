@@ -1,4 +1,4 @@
-"""What a rehearsal replaces in the trainer: fewer layers, made-up sizes of exchanges, rows without
+"""Replacements for parts of the trainer: fewer layers, made-up sizes of exchanges, rows without
 content, and a checkpoint storage without files.
 """
 
@@ -51,10 +51,12 @@ def few_modules(
     each; None: all.
     """
     every = tuple(setup.spec.module_flops(setup.args, 1))
-    whole = [stage or every for stage in stage_modules(stages, pp_rank)]
-    selected = whole if layers is None else [_fewer(stage, layers) for stage in whole]
-    recorder.record.layers = _count_layers(selected), _count_layers(whole)
-    return list(selected)
+    stages_of_rank = [stage or every for stage in stage_modules(stages, pp_rank)]
+    stages_to_run = (
+        stages_of_rank if layers is None else [_fewer(stage, layers) for stage in stages_of_rank]
+    )
+    recorder.record.layers = _count_layers(stages_to_run), _count_layers(stages_of_rank)
+    return list(stages_to_run)
 
 
 def _count_layers(stages: Sequence[tuple[str, ...]]) -> int:
@@ -64,8 +66,8 @@ def _count_layers(stages: Sequence[tuple[str, ...]]) -> int:
 def _fewer(modules: tuple[str, ...], layers: int) -> tuple[str, ...]:
     """The modules of a stage, with at most `layers` layers: the first ones and the last."""
     layer_names = [name for name in modules if name.startswith("layers.")]
-    selected = {*layer_names[: layers - 1], *layer_names[-1:]}
-    return tuple(name for name in modules if name in selected or not name.startswith("layers."))
+    names_to_run = {*layer_names[: layers - 1], *layer_names[-1:]}
+    return tuple(name for name in modules if name in names_to_run or not name.startswith("layers."))
 
 
 # ---- exchanges
@@ -74,7 +76,7 @@ def _fewer(modules: tuple[str, ...], layers: int) -> tuple[str, ...]:
 def unequal_splits(
     recorder: Recorder, sent: Tensor, received: Tensor, rows: int
 ) -> tuple[list[int], list[int]]:
-    """Unequal numbers of rows that each rank sends to each other, the same in the eyes of both."""
+    """Unequal numbers of rows that each rank sends to each other; both ends compute the same."""
     ranks = len(sent)
     groups = recorder.record.groups
     group = next((group for group in groups if group.description == "ep"), groups[0])
@@ -104,9 +106,11 @@ class _Loader:
         self.name = "no data"
         self.fingerprint = DataFingerprint(sources={}, tokenizer="", seq_len=self.length, seed=0)
         self.record = SimpleNamespace(add_validation_set=lambda _: None, lists=lambda: b"{}")
-        read = {name: SourcePosition(contents="", rows=1, tokens=self.length) for name in sources}
+        positions = {
+            name: SourcePosition(contents="", rows=1, tokens=self.length) for name in sources
+        }
         self.start = DataPosition(
-            step=1, shares=SharesState(weights={}, rows=0, counts={}), sources=read
+            step=1, shares=SharesState(weights={}, rows=0, counts={}), sources=positions
         )
 
     def __iter__(self) -> Iterator[StepBatch]:
@@ -128,7 +132,7 @@ class _Loader:
     def stage_after(self, _: Any) -> int:
         return 0
 
-    def skipped(self, _: Any) -> Any:
+    def skip_counts(self, _: Any) -> Any:
         return Counter()
 
     def check_enough(self, *_: Any, **__: Any) -> None: ...
@@ -160,8 +164,8 @@ def blank_data(config: Config, key: str, _: Any, share: tuple[int, int] = (0, 1)
 
 
 class NoFiles(Storage):
-    """Stands for the storage of checkpoints: the last save is kept as its manifest and this rank's
-    index, and reading it leaves tensors as they are.
+    """Stands for the storage of checkpoints: keeps the last save's manifest and this rank's index;
+    reading leaves tensors as they are.
     """
 
     def __init__(self) -> None:
@@ -180,20 +184,20 @@ class NoFiles(Storage):
         return render(self._manifest)
 
     def sees(self, path: Path, manifest: bytes) -> bool:
-        return True  # each rank has a manifest of its own
+        return True  # each rank has its own manifest
 
     def index_bytes(self, path: Path, manifest: Manifest) -> bytes:
         return self._index
 
     def reader(self, path: Path, manifest: Manifest, index: bytes | None) -> Reader:
-        """Knows the tensors of this rank; rank 0's index lacks those of other pipeline stages."""
-        return _NothingRead(path, Index(path, manifest, self._index))
+        """Uses this rank's index, because rank 0's lacks the tensors of other pipeline stages."""
+        return _NullReader(path, Index(path, manifest, self._index))
 
-    def writer(self, path: Path, info: CheckpointInfo, *_: Any, **__: Any) -> "_NothingWritten":
-        return _NothingWritten(self, info)
+    def writer(self, path: Path, info: CheckpointInfo, *_: Any, **__: Any) -> "_NullWriter":
+        return _NullWriter(self, info)
 
 
-class _NothingWritten:
+class _NullWriter:
     """Plans a save as each rank does, and keeps what it plans."""
 
     def __init__(self, storage: NoFiles, info: CheckpointInfo):
@@ -232,7 +236,7 @@ class _NothingWritten:
     def finish(self, *_: Any) -> None: ...
 
 
-class _NothingRead(Reader):
+class _NullReader(Reader):
     """Leaves the tensors that it would read as they are."""
 
     def check_files(self, *_: Any, **__: Any) -> None: ...

@@ -1,4 +1,4 @@
-"""What a rank asks of the job's store, and which files it opens, until its first step."""
+"""Counts of a rank's requests to the job's store, and of files it opens, until its first step."""
 
 import os
 import sys
@@ -19,11 +19,11 @@ _ELSEWHERE = ("/dev/", "/proc/", "/sys/")
 _CODE = (".py", ".pyc", ".so")
 
 
-class CountedStore(dist.Store):
+class CountingStore(dist.Store):
     """Stands for the store of a job: counts the keys that the main thread sets, adds to or reads.
 
-    A key that this rank has not set holds what a key of the same kind does: `process/0` what this
-    rank set as `process/5`.
+    A key that this rank has not set has the value of a key of the same kind: `process/0` the value
+    that this rank set as `process/5`.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class CountedStore(dist.Store):
 
     def set_timeout(self, _: timedelta) -> None: ...
 
-    def clone(self) -> "CountedStore":
+    def clone(self) -> "CountingStore":
         return self
 
 
@@ -70,16 +70,16 @@ def _kind(key: str) -> str:
 
 
 def _in_main_thread() -> bool:
-    """A watch over hangs and locks on folders act at times of their own."""
+    """Other threads, such as the watch over hangs, use the store and files at random times."""
     return threading.current_thread() is threading.main_thread()
 
 
 @contextmanager
-def counted_store(rank: int, world: int) -> Iterator[CountedStore]:
-    """Give the rank a counted store, of which it has already asked what a start under torchrun
-    does before there are process groups. Sets the address of the job for the rest of the process.
+def counting_store(rank: int, world: int) -> Iterator[CountingStore]:
+    """Give the rank a store that counts keys, after the requests that a start under torchrun makes
+    before there are process groups. Sets the address of the job for the rest of the process.
     """
-    store = CountedStore()
+    store = CountingStore()
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     connects = replaced(dist, TCPStore=lambda *_, **__: store)
     with connects, store_of_this_attempt(rank, world, timedelta(seconds=1)):
@@ -93,7 +93,7 @@ def count_files(counts: Callable[[], bool]) -> list[str]:
 
     Libraries that are not in Python open theirs unseen. The process can't stop counting.
     """
-    opened: list[str] = []
+    paths: list[str] = []
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         if event != "open" or not _in_main_thread():
@@ -102,7 +102,7 @@ def count_files(counts: Callable[[], bool]) -> list[str]:
             return
         path = os.fsdecode(args[0])
         if not (path.startswith(_ELSEWHERE) or path.endswith(_CODE) or is_library(path)):
-            opened.append(path)
+            paths.append(path)
 
     sys.addaudithook(hook)
-    return opened
+    return paths

@@ -1,4 +1,4 @@
-"""What a start, a save and a resume cost as the number of ranks grows. Imports no torch."""
+"""Cost of a start, a save and a resume as the number of ranks grows. Imports no torch."""
 
 import math
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from torchtitan.tools.rehearsal.rehearsal import Rehearsal
 from torchtitan.utils.process import CONNECTED_RANKS
 
 _OPENS = " in _opened"
-"""Where the place of a resume's broadcast of the index ends; it lists the layers that ran."""
+"""End of the line that broadcasts the index in a resume; the index has only layers that ran."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class Startup:
 
 
 def at_once(members: int) -> int:
-    """Requests of a member to the store: it sets its key, waits for those of all and gets them."""
+    """Requests of a member to the store: it sets its key, waits for all keys and gets them."""
     return 2 * members + 1
 
 
 def lazily(members: int) -> int:
-    """The same with `TORCH_GLOO_LAZY_INIT`, once each collective has run.
+    """`at_once` with `TORCH_GLOO_LAZY_INIT`, once each collective has run.
 
     A barrier connects most pairs: in each of log2(n) rounds, it sends to one member and receives
     from another. A ring connects two neighbors, a tree up to log2(n) members.
@@ -74,12 +74,12 @@ def startup(rehearsal: Rehearsal) -> Startup:
         connections=sum(len(ranks) - 1 for ranks in members),
         store=sum(n * at_once(n) for n in sizes),
         lazy_store=sum(sizes),
-        requests=max(each.store_keys for each in records)
+        requests=max(rank_record.store_keys for rank_record in records)
         + sum((lazily if lazy else at_once)(len(ranks)) for ranks in members),
-        files=max(each.files for each in records),
+        files=max(rank_record.files for rank_record in records),
         start_objects=_objects(record, "start"),
-        save=_exchanged(record, "save"),
-        resume=_exchanged(record, "resume"),
+        save=_exchange(record, "save"),
+        resume=_exchange(record, "resume"),
         parts=parts,
         metadata=round(parts * record.metadata),
     )
@@ -95,7 +95,7 @@ def _objects(record: RankRecord, during: str) -> int:
     return total
 
 
-def _exchanged(record: RankRecord, during: str) -> tuple[int, int]:
+def _exchange(record: RankRecord, during: str) -> tuple[int, int]:
     """Collectives of rank 0 during a part of the rehearsal, and their bytes."""
     events = [event for event in record.collectives if event.during == during]
     indexes = sum(
@@ -108,7 +108,7 @@ def _exchanged(record: RankRecord, during: str) -> tuple[int, int]:
 
 
 def _scale(record: RankRecord) -> float:
-    """Number of a rank's layers, relative to those that ran."""
+    """Number of a rank's layers, relative to the layers that ran."""
     run, of = record.layers
     return of / run if run else 1.0
 
@@ -125,7 +125,7 @@ def _count_pieces(rehearsal: Rehearsal) -> int:
 def rows(numbers: Startup) -> list[tuple[str, str]]:
     """The numbers in words."""
 
-    def exchanged(totals: tuple[int, int]) -> str:
+    def show_exchange(totals: tuple[int, int]) -> str:
         return f"{totals[0]:,}; {totals[1]:,} bytes"
 
     def mib(size: int) -> str:
@@ -141,7 +141,7 @@ def rows(numbers: Startup) -> list[tuple[str, str]]:
         ("store requests of a rank at the start", f"{numbers.requests:,}"),
         ("files opened by a rank at the start, besides data", f"{numbers.files:,}"),
         ("objects received by rank 0 at the start", mib(numbers.start_objects)),
-        ("collectives of a rank in a save", exchanged(numbers.save)),
-        ("collectives of a rank in a resume", exchanged(numbers.resume)),
+        ("collectives of a rank in a save", show_exchange(numbers.save)),
+        ("collectives of a rank in a resume", show_exchange(numbers.resume)),
         ("parts of tensors in a checkpoint, and their metadata", parts),
     ]

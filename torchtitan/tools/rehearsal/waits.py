@@ -1,11 +1,12 @@
-"""Whether ranks can wait for each other in a circle: runs their collectives, sends and receives.
+"""Checks that ranks can't wait for each other in a circle: runs their collectives, sends, receives.
 
-They run in the strictest order that a backend can impose; one that waits less can't hang either:
+They run in the strictest order that a backend can impose; a backend that waits less can't hang
+either:
 
 - A collective blocks its rank until all members of the group have entered it.
 - Sends and receives are posted without blocking, but on one communicator they run one after the
   other in the order of posting, as on a stream of NCCL. A send or receive ends only together with
-  its other end (no buffers), and a batch when all of it has.
+  its other end (no buffers), and a batch when all its messages have ended.
 - A message that is posted alone uses the communicator of the two ranks; batches and collectives
   use the group's.
 - Waiting for a post blocks.
@@ -15,18 +16,18 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from torchtitan.tools.rehearsal.events import Entered, Event, Message, Post, RankRecord, Wait
+from torchtitan.tools.rehearsal.events import Entry, Event, Message, Post, RankRecord, Wait
 from torchtitan.tools.rehearsal.mismatches import Fault
 
 _Stream = tuple[int, int]
 """(slot, other rank); the rank is -1 for the group's communicator."""
 
 
-class _Unfinished(NamedTuple):
+class _OpenPost(NamedTuple):
     """A post that has not ended."""
 
     post: Post
-    left: list[Message]
+    messages: list[Message]
 
 
 class _Rank:
@@ -35,8 +36,8 @@ class _Rank:
     def __init__(self, record: RankRecord):
         self.record = record
         self.position = 0
-        self.streams: defaultdict[_Stream, deque[_Unfinished]] = defaultdict(deque)
-        self.done: set[int] = set()
+        self.streams: defaultdict[_Stream, deque[_OpenPost]] = defaultdict(deque)
+        self.ended_posts: set[int] = set()
         """Numbers of posts that have ended."""
 
     @property
@@ -48,42 +49,42 @@ class _Rank:
     def post(self, post: Post) -> _Stream:
         """Begin a post; its stream."""
         stream = _stream(post)
-        self.streams[stream].append(_Unfinished(post, list(post.messages)))
+        self.streams[stream].append(_OpenPost(post, list(post.messages)))
         return stream
 
-    def has_entered(self, event: Entered) -> bool:
+    def has_entered(self, event: Entry) -> bool:
         current = self.event
         return (
-            isinstance(current, Entered)
+            isinstance(current, Entry)
             and (current.slot, current.number) == (event.slot, event.number)
             and not self.streams[event.slot, -1]
         )
 
     @property
-    def head(self) -> _Unfinished | None:
+    def head(self) -> _OpenPost | None:
         """The oldest unfinished post of the stream that blocks this rank.
 
         None if only other ranks block it.
         """
         event = self.event
         if isinstance(event, Wait):
-            posted = next(post for post in self.record.posts if post.number == event.post)
-            return self.streams[_stream(posted)][0]
-        if isinstance(event, Entered) and self.streams[event.slot, -1]:
+            post = next(post for post in self.record.posts if post.number == event.post)
+            return self.streams[_stream(post)][0]
+        if isinstance(event, Entry) and self.streams[event.slot, -1]:
             return self.streams[event.slot, -1][0]
         return None
 
     def doing(self) -> str:
-        """What blocks it, in words."""
+        """The reason why it is blocked, in words."""
         head = self.head
         if head is None:
             event = self.event
-            assert isinstance(event, Entered)
+            assert isinstance(event, Entry)
             return f"waits in {event.describe()}, at {event.at}"
         waits = [
             f"to {'send to' if message.sends else 'receive from'} rank {message.peer} "
             f"({message.tensors})"
-            for message in head.left
+            for message in head.messages
         ]
         group = self.record.groups[head.post.slot].description
         return f"waits {' and '.join(waits)} in {group}, posted at {head.post.at}"
@@ -123,18 +124,18 @@ class _Ranks:
         """Run all ranks until they end or are stuck."""
         active = deque(self.states)
         while active:
-            woken = self._advance(active.popleft())
-            active.extend(woken.difference(active))
+            ready = self._advance(active.popleft())
+            active.extend(ready.difference(active))
 
     def _advance(self, rank: int) -> set[int]:
         """Run a rank until it blocks; the ranks that may now continue."""
         state = self.states[rank]
-        woken = set[int]()
+        ready = set[int]()
         while (event := state.event) is not None:
             if isinstance(event, Post):
-                woken |= self._match(rank, state.post(event))
+                ready |= self._match(rank, state.post(event))
             elif isinstance(event, Wait):
-                if event.post not in state.done:
+                if event.post not in state.ended_posts:
                     break
             else:
                 others = self.members[event.group.ranks]
@@ -142,38 +143,38 @@ class _Ranks:
                     break
                 for other in others:
                     self.states[other].position += other != rank
-                woken.update(others)
+                ready.update(others)
             state.position += 1
-        return woken - {rank}
+        return ready - {rank}
 
     def _match(self, rank: int, stream: _Stream) -> set[int]:
         """End messages with both ends at the head of their streams; the ranks that may continue."""
-        woken = set[int]()
+        ready = set[int]()
         todo = deque([(rank, stream)])
         while todo:
-            current_rank, at = todo.popleft()
-            queue = self.states[current_rank].streams[at]
+            this_rank, at = todo.popleft()
+            queue = self.states[this_rank].streams[at]
             if not queue:
                 continue
             slot, peer = at
-            mirrored = slot, current_rank if peer >= 0 else -1
-            left = queue[0].left
-            for message in list(left):
-                others = self.states[message.peer].streams[mirrored]
-                mirror = _other_end(current_rank, message, others) if message in left else None
+            mirror_stream = slot, this_rank if peer >= 0 else -1
+            messages = queue[0].messages
+            for message in list(messages):
+                others = self.states[message.peer].streams[mirror_stream]
+                mirror = _other_end(this_rank, message, others) if message in messages else None
                 if mirror is None:
                     continue
-                left.remove(message)
-                others[0].left.remove(mirror)
+                messages.remove(message)
+                others[0].messages.remove(mirror)
                 for who, where, line in (
-                    (current_rank, at, queue),
-                    (message.peer, mirrored, others),
+                    (this_rank, at, queue),
+                    (message.peer, mirror_stream, others),
                 ):
-                    if line and not line[0].left:
-                        self.states[who].done.add(line.popleft().post.number)
-                        woken.add(who)
+                    if line and not line[0].messages:
+                        self.states[who].ended_posts.add(line.popleft().post.number)
+                        ready.add(who)
                         todo.append((who, where))
-        return woken
+        return ready
 
     def circle(self, stuck: set[int]) -> list[int]:
         """Ranks that wait for each other: each for the next, the last for the first."""
@@ -187,16 +188,16 @@ class _Ranks:
     def _waits_for(self, rank: int) -> set[int]:
         state = self.states[rank]
         if state.head is not None:
-            return {message.peer for message in state.head.left}
+            return {message.peer for message in state.head.messages}
         event = state.event
-        assert isinstance(event, Entered)
+        assert isinstance(event, Entry)
         others = self.members[event.group.ranks]
         return {other for other in others if not self.states[other].has_entered(event)}
 
 
-def _other_end(rank: int, message: Message, line: Sequence[_Unfinished]) -> Message | None:
+def _other_end(rank: int, message: Message, line: Sequence[_OpenPost]) -> Message | None:
     """The other end of a message, if it is at the head of its stream."""
-    for candidate in line[0].left if line else ():
+    for candidate in line[0].messages if line else ():
         if candidate.peer == rank and candidate.sends != message.sends:
             return candidate
     return None
