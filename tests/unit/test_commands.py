@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from torchtitan import __version__
-from torchtitan.commands import COMMANDS, REMOVED, command_module, main
+from torchtitan.commands import COMMANDS, REPLACEMENTS, command_module, main
 from torchtitan.commands.train import _parse
 from torchtitan.tools.launch.torchrun import _torchrun_options
 from torchtitan.train import rank_main as entry
@@ -46,10 +46,10 @@ def test_a_misspelt_command(monkeypatch, capsys):
     assert capsys.readouterr().err == "error: no command 'trian'; did you mean 'train'?\n"
 
 
-@pytest.mark.parametrize("removed", REMOVED)
+@pytest.mark.parametrize("removed", REPLACEMENTS)
 def test_what_was_removed_names_the_way_to_do_it_now(monkeypatch, capsys, removed):
     assert run(monkeypatch, *removed.split(), "more") == 2
-    assert capsys.readouterr().err == f"error: no `{removed}` any more: {REMOVED[removed]}\n"
+    assert capsys.readouterr().err == f"error: no `{removed}` any more: {REPLACEMENTS[removed]}\n"
 
 
 def test_a_removed_option_is_found_among_others(monkeypatch, capsys):

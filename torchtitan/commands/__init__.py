@@ -45,7 +45,7 @@ GROUPS = {
 
 COMMANDS = {name: text for group in GROUPS.values() for name, text in group.items()}
 
-REMOVED = {
+REPLACEMENTS = {
     "ckpt diff": "`ckpt inspect --json` prints settings and state to compare, and "
     "torch.distributed.checkpoint loads the tensors of both",
     "ckpt merge": "average exports of `ckpt to-hf` (docs/guides/weight-averages.md)",
@@ -68,7 +68,7 @@ REMOVED = {
     "submit --folder": "the runs of --runs are below job.dump_folder",
     "submit --local": "`torchtitan train` in a loop of the shell trains one run after the other",
 }
-"""What to do instead of a removed command, or of a command's removed option or first argument."""
+"""Replacements of removed commands, and of commands' removed options and first arguments."""
 
 
 def main() -> int:
@@ -90,9 +90,9 @@ def _dispatch(argv: list[str]) -> int | None:
         print(f"torchtitan {__version__}")
         return 0
     options = [word.partition("=")[0] for word in argv[1:] if word.startswith("-")]
-    for removed in (name, *(f"{name} {word}" for word in [*argv[1:2], *options])):
-        if removed in REMOVED:
-            print(f"error: no `{removed}` any more: {REMOVED[removed]}", file=sys.stderr)
+    for words in (name, *(f"{name} {word}" for word in [*argv[1:2], *options])):
+        if words in REPLACEMENTS:
+            print(f"error: no `{words}` any more: {REPLACEMENTS[words]}", file=sys.stderr)
             return 2
     if name not in COMMANDS:
         hint = did_you_mean(name, COMMANDS) or "; `torchtitan --help` lists them"

@@ -26,18 +26,18 @@ def inspect(options: argparse.Namespace) -> int:
     from torchtitan.checkpoint.inspect import as_data, overview
 
     checkpoints = []
-    damaged = []
+    errors = []
     for step in checkpoints_at(options.path, abandoned=True):
         try:
             checkpoints.append((step, read_manifest(step)))
         except DamageError as error:
-            damaged.append(error)
-    if options.json and (checkpoints or not damaged):
+            errors.append(error)
+    if options.json and (checkpoints or not errors):
         print(json.dumps([as_data(*checkpoint) for checkpoint in checkpoints], indent=1))
-    elif checkpoints or not damaged:
+    elif checkpoints or not errors:
         print(overview(checkpoints))
-    if damaged:
-        raise CheckpointError("\n".join(map(str, damaged)))
+    if errors:
+        raise CheckpointError("\n".join(map(str, errors)))
     return 0
 
 
@@ -109,7 +109,7 @@ def from_hf(options: argparse.Namespace) -> int:
 _CHECKPOINTS: dict[str, Any] = {"type": path_argument, "help": "checkpoint, or folder of them"}
 _EMA: dict[str, Any] = {
     "action": "store_true",
-    "help": "take the average of the weights, which the run kept with ema.enable",
+    "help": "use the average of the weights, which the run kept with ema.enable",
 }
 _DTYPES = ["float32", "bfloat16", "float16"]
 
@@ -145,8 +145,8 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--check",
         action=argparse.BooleanOptionalAction,
-        help="read the export back, and compare logits and token ids with those of transformers "
-        "(default: as far as it is installed and memory suffices)",
+        help="read the export back, and compare logits and token ids with transformers' (default: "
+        "as far as it is installed and memory suffices)",
     )
     add(
         "--model", help="export as the class of this family, which has the same code (default: own)"
@@ -160,7 +160,7 @@ def parser() -> argparse.ArgumentParser:
     add = command("from-hf", from_hf, "convert a Hugging Face model, to start a run from")
     add("source", type=Path, help="folder with config.json and safetensors")
     add("target", type=path_argument, help="folder to create, for step-0 and train.toml")
-    add("--model", help="model family, as in model.name (default: that of config.json)")
+    add("--model", help="model family, as in model.name (default: by config.json)")
     add("--toml", help="TOML file to write (default: train.toml in the target)")
     add("--custom-import", metavar="MODULE", help="module that registers the model's family")
     return parser

@@ -1,5 +1,5 @@
-"""Check a configuration, without torch or a GPU. Prints what is wrong, or one line if nothing
-is.
+"""Check a configuration, without torch or a GPU. Prints all problems, or one line if there are
+none.
 """
 
 import argparse
@@ -44,32 +44,32 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="number of ranks (WORLD_SIZE, else 1)",
     )
-    shown = parser.add_mutually_exclusive_group()
+    views = parser.add_mutually_exclusive_group()
     for flag, text in {
         "--explain": "print every effective value and where it was set",
         "--toml": "print the effective configuration as a TOML file",
         "--json-schema": "print a JSON Schema of the TOML files, for editors",
         "--markdown": "print the reference, docs/reference/config.md",
     }.items():
-        shown.add_argument(flag, dest="shown", action="store_const", const=flag, help=text)
+        views.add_argument(flag, dest="view", action="store_const", const=flag, help=text)
     return parser
 
 
 def main(argv: list[str]) -> int:
     options, config_argv = parse_args(parser(), argv)
-    if options.shown == "--markdown":
+    if options.view == "--markdown":
         print(markdown(), end="")
         return 0
-    if options.shown == "--json-schema":
+    if options.view == "--json-schema":
         print(json_schema(), end="")
         return 0
     resolved = resolve(config_argv, options.world, check=False)
     show_warnings(resolved.warnings)
     setup = preflight(resolved.config, world=options.world, sources=resolved.sources, output=False)
     show_warnings(setup.warnings)
-    if options.shown == "--explain":
+    if options.view == "--explain":
         print(explain(resolved))
-    elif options.shown == "--toml":
+    elif options.view == "--toml":
         print(to_toml(resolved.config), end="")
     else:
         config = resolved.config

@@ -85,14 +85,14 @@ def main(argv: list[str]) -> int:
             {name: source.in_words() for name, source in loader.sources.items()}, rows, tokenizer
         )
     )
-    if skipped := loader.skip_counts(reader.position()):
-        print(f"Skipped: {show_bad_documents(skipped)}")
+    if skip_counts := loader.skip_counts(reader.position()):
+        print(f"Skipped: {show_bad_documents(skip_counts)}")
     for index, (name, row) in enumerate(rows[: options.rows], 1):
         print(f"\nRow {index}, of {name}: {plural(len(row) - 1, 'token')} after the first")
         for span in _spans(row, tokenizer.eos_id):
             ids = (span.ids[span.ids >= 0] & PLAIN).tolist()
-            places = f"{span.first}-{span.first + len(span.ids) - 1}"
-            head = f"[{places}, document {span.document}, {span.state}] {listed(ids, 10)}"
+            columns = f"{span.first}-{span.first + len(span.ids) - 1}"
+            head = f"[{columns}, document {span.document}, {span.state}] {listed(ids, 10)}"
             print(f"{head.rstrip()}\n{escaped(tokenizer.decode(ids))}")
     return 0
 
@@ -106,15 +106,15 @@ def _key(data: str) -> str:
 
 
 def _table(sizes: dict[str, str], rows: Sequence[tuple[str, Row]], tokenizer: Tokenizer) -> str:
-    """The size of each source, and figures of the rows that were read of it."""
+    """The size of each source, and figures of the rows read from it."""
     lengths = tokenizer.byte_lengths()
     table = [["source", "holds", "rows read", "tokens", "predicted", "bytes/token"]]
     for name, size in sizes.items():
         source_rows = [row[1:] for source, row in rows if source == name]
         ids = np.concatenate([np.empty(0, np.int64), *source_rows])
-        predicted = ids[_is_predicted(ids)] & PLAIN
-        share = len(predicted) / max(len(ids), 1)
-        ratio = lengths[predicted].sum() / max(len(predicted), 1)
+        labels = ids[_is_predicted(ids)] & PLAIN
+        share = len(labels) / max(len(ids), 1)
+        ratio = lengths[labels].sum() / max(len(labels), 1)
         figures = [f"{len(source_rows):,}", show_tokens(len(ids)), f"{share:.1%}", f"{ratio:.3f}"]
         table.append([name, size, *figures])
     return aligned(table)
@@ -131,16 +131,16 @@ class _Span(NamedTuple):
     document: int
     """Number of the document in the row."""
     first: int
-    """Place of the first id."""
+    """Index of the first id in the row."""
     ids: Row
 
 
 def _spans(row: Row, eos: int | None) -> Iterator[_Span]:
-    predicted = _is_predicted(row)
-    predicted[0] = False  # nothing of the row comes before it
+    has_label = _is_predicted(row)
+    has_label[0] = False  # no token of the row comes before it
     ends = (row & ~UNPREDICTED) == eos  # an end-of-text within its document has another flag
-    padding = (row < 0) | (ends & ~predicted & np.append(False, ends[:-1]))
-    states = np.where(padding, "padding", np.where(predicted, "predicted", "read only"))
+    padding = (row < 0) | (ends & ~has_label & np.append(False, ends[:-1]))
+    states = np.where(padding, "padding", np.where(has_label, "predicted", "read only"))
     ends &= ~padding
     documents = np.cumsum(ends) - ends + 1
     changes = (states[1:] != states[:-1]) | (documents[1:] != documents[:-1])

@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 8 -m torchtitan eval ... --parallelism.tensor_parallel_degree 2
 
 A run's folder, or a folder of checkpoints, means the newest complete checkpoint in it. Under
-torchrun, the model is sharded over the ranks (FSDP), or as keys of [parallelism] say. Scores of a
+torchrun, the model is sharded over the ranks (FSDP), or by the keys of [parallelism]. Scores of a
 run's checkpoint are added to evals.jsonl in the run's folder.
 """
 
@@ -35,13 +35,13 @@ def main(argv: list[str]) -> int:
 
 def _eval(argv: list[str], rank: int) -> int:
     options, layout = parser().parse_known_args(argv)
-    unknown = [
+    problems = [
         f"{word}: unknown option; `torchtitan eval --help` lists them"
         for word in layout
         if word.startswith("-") and not word.startswith("--parallelism.")
     ]
-    if unknown:
-        raise ConfigError(unknown)
+    if problems:
+        raise ConfigError(problems)
     if importlib.util.find_spec("lm_eval") is None:
         raise ConfigError(
             ["torchtitan eval needs the package lm-eval: pip install 'titan-pretrain[eval]'"]
@@ -87,8 +87,8 @@ def _record(checkpoint: Path, scores: dict[str, float], options: argparse.Namesp
     if run is None:
         return
     names = ("num_fewshot", "limit", "max_length", "ema")
-    chosen = {name: getattr(options, name) for name in names}
-    settings = {name: value for name, value in chosen.items() if value not in (None, False)}
+    values = {name: getattr(options, name) for name in names}
+    settings = {name: value for name, value in values.items() if value not in (None, False)}
     try:
         file = record_scores(run, read_manifest(checkpoint).step, scores, settings)
     except OSError as error:
@@ -106,9 +106,9 @@ def _report(
     if results.get("groups"):
         print(make_table(results, "groups"))
     if output:
-        copied = ("results", "groups", "n-shot", "n-samples", "versions", "higher_is_better")
+        keys = ("results", "groups", "n-shot", "n-samples", "versions", "higher_is_better")
         report = {"checkpoint": checkpoint, "scores": scores}
-        report |= {key: results[key] for key in copied if key in results}
+        report |= {key: results[key] for key in keys if key in results}
         content = json.dumps(report, indent=1, default=str) + "\n"
         write_output({Path(output): content.encode()})
 
@@ -124,11 +124,11 @@ def parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--tasks", required=True, help="names of tasks, groups or tags, with commas between them")
-    add("--include-path", help="folder with task files of your own, whose Python functions are run")
+    add("--include-path", help="folder with your task files, whose Python functions are run")
     add(
         "--num-fewshot",
         type=int,
-        help="solved examples before each question (default: what each task says)",
+        help="solved examples before each question (default: each task's)",
     )
     add("--limit", type=count, help="only this many documents of each task (default: all)")
     add(

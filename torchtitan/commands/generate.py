@@ -88,9 +88,9 @@ class _Printer:
     def __init__(self, tokenizer: "Tokenizer", texts: Sequence[str]):
         self.tokenizer = tokenizer
         self.texts = texts
-        self.finished = 0
+        self.row_count = 0
         self.streams = len(texts) == 1
-        self.shown = ""
+        self.output = ""
         if self.streams:
             print(texts[0], end="", flush=True)
 
@@ -100,16 +100,16 @@ class _Printer:
         text = row.text(self.tokenizer)
         if not row.end:
             text = text.rstrip("\N{REPLACEMENT CHARACTER}")  # the first bytes of a character
-        print(text[len(self.shown) :], end="", flush=True)
-        self.shown = text
+        print(text[len(self.output) :], end="", flush=True)
+        self.output = text
 
     def finish(self, rows: "Sequence[Continuation]") -> None:
         """Print the texts of `rows` that haven't been printed."""
-        for text, row in list(zip(self.texts, rows, strict=False))[self.finished :]:
+        for text, row in list(zip(self.texts, rows, strict=False))[self.row_count :]:
             print(
                 "" if self.streams else f"{text}{row.text(self.tokenizer)}\n{'-' * 20}", flush=True
             )
-        self.finished = len(rows)
+        self.row_count = len(rows)
 
 
 def _prompts(options: argparse.Namespace) -> list[str]:

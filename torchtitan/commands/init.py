@@ -168,20 +168,20 @@ def _request(
     ) or (None, None)
     devices = _devices(options, asker, hardware, local_count if gpus else 0)
     on_cpu = hardware is not None and hardware.device == "cpu"
-    about = "tokens, as 160B, or a time, as 10min, 12h, 3d"
+    values = "tokens, as 160B, or a time, as 10min, 12h, 3d"
     default = _CPU_TIME
     if model:
-        enough = show_tokens(suggested_tokens(model))
+        suggestion = show_tokens(suggested_tokens(model))
         kind = "active parameter" if len(set(model.parameters())) > 1 else "parameter"
-        about += f"; {TOKENS_PER_PARAMETER} tokens per {kind} (arXiv:2203.15556) are {enough}"
-        default = _CPU_TIME if on_cpu else enough
+        values += f"; {TOKENS_PER_PARAMETER} tokens per {kind} (arXiv:2203.15556) are {suggestion}"
+        default = _CPU_TIME if on_cpu else suggestion
     # `training.steps` answers, too.
     steps = "1" if "training.steps" in settings else None
     tokens, hours = asker.value(
         "--tokens N or --hours N",
         f"{options.hours}h" if options.hours else options.tokens or steps,
         parse_length,
-        values=about,
+        values=values,
         default=default,
     ) or (None, None)
     row = settings["training.seq_len"].value if "training.seq_len" in settings else options.seq_len

@@ -30,19 +30,19 @@ _TERMINAL = "-"
 _SEQ_LEN = 4096
 """Tokens per row of a model from Hugging Face, unless a flag says otherwise."""
 Section = tuple[str, Any, str]
-"""What is said beside the plan: its key in the JSON, its data, and its text."""
+"""A section of the output besides the plan: its key in the JSON, its data, and its text."""
 
 
 @dataclass
-class Chosen:
-    """The plan to show, and what is said before it."""
+class Prediction:
+    """The plan to show, and the sections before it."""
 
     plan: Plan
     flags: list[str]
     """The configuration that it was made from."""
     sections: list[Section]
     proposals: list[Plan] = field(default_factory=list)
-    """Those of a search."""
+    """The best plans of a search."""
     hardware_file: str = ""
     """Hardware fitted to a run, in TOML."""
 
@@ -53,21 +53,21 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     options, flags = parse(parser(), argv or ["--help"])
-    chosen = _of_run(options, flags) if options.from_run else _of_flags(options, flags)
-    plan = chosen.plan
+    prediction = _of_run(options, flags) if options.from_run else _of_flags(options, flags)
+    plan = prediction.plan
     budget = list(_budget(options, plan))
-    toml = planned_toml(plan, chosen.flags)
+    toml = planned_toml(plan, prediction.flags)
     data = as_data(plan, options.tokens) | {
         "command": shlex.join(["torchtitan", "plan", *argv]),
         "date": datetime.now(UTC).isoformat(timespec="minutes"),
         "toml": toml,
     }
-    data |= {key: section for key, section, _ in chosen.sections + budget}
-    _write(_files(options, chosen, toml=toml, data=data))
+    data |= {key: section for key, section, _ in prediction.sections + budget}
+    _write(_files(options, prediction, toml=toml, data=data))
     if options.json == _TERMINAL:
         print(_json(data), end="")
     else:
-        before, after = ([text for _, _, text in part] for part in (chosen.sections, budget))
+        before, after = ([text for *_, text in group] for group in (prediction.sections, budget))
         print("\n\n".join([*before, as_text(plan, options.tokens), *after]))
         for option in ("write", "json", "html", "schedule_svg", "output"):
             if file := getattr(options, option):
@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
     return 0 if plan.fits or options.from_run else 1
 
 
-def _of_run(options: argparse.Namespace, flags: list[str]) -> Chosen:
+def _of_run(options: argparse.Namespace, flags: list[str]) -> Prediction:
     """The plan of a run beside its measurements, and the hardware fitted to them."""
     run = calibrate.read_run(Path(options.from_run))
     name = options.hardware or calibrate.hardware_of(run)
@@ -83,10 +83,10 @@ def _of_run(options: argparse.Namespace, flags: list[str]) -> Chosen:
     plan = make_plan(flags, run.world, find_or_measure(name))
     section = calibrate.comparison_data(run, plan), calibrate.comparison_text(run, plan)
     hardware = calibrate.fitted_file(run, plan) if options.output else ""
-    return Chosen(plan, flags, [("measured", *section)], hardware_file=hardware)
+    return Prediction(plan, flags, [("measured", *section)], hardware_file=hardware)
 
 
-def _of_flags(options: argparse.Namespace, flags: list[str]) -> Chosen:
+def _of_flags(options: argparse.Namespace, flags: list[str]) -> Prediction:
     """The plan of the configured or best layout on the given or best number of ranks."""
     if options.config and is_hugging_face(Path(options.config)):
         flags = _flags_of_model(Path(options.config), flags[1:])
@@ -116,10 +116,11 @@ def _of_flags(options: argparse.Namespace, flags: list[str]) -> Chosen:
         proposals = [proposal.plan for proposal in result.best]
         plan = proposals[0]
     if options.compare:
-        other_flags = [*flags, f"--job.config_file={options.compare[-1]}"]  # the last file counts
+        # the last file takes precedence
+        other_flags = [*flags, f"--job.config_file={options.compare[-1]}"]
         other = make_plan(other_flags, world, hardware)
         sections.append(("compared", as_data(other, options.tokens), comparison(plan, other)))
-    return Chosen(plan, flags, sections, proposals)
+    return Prediction(plan, flags, sections, proposals)
 
 
 def _budget(options: argparse.Namespace, plan: Plan) -> Iterator[Section]:
@@ -133,21 +134,21 @@ def _budget(options: argparse.Namespace, plan: Plan) -> Iterator[Section]:
 
 
 def _files(
-    options: argparse.Namespace, chosen: Chosen, *, toml: str, data: dict[str, Any]
+    options: argparse.Namespace, prediction: Prediction, *, toml: str, data: dict[str, Any]
 ) -> dict[str, str]:
     """The files that options ask for, by path."""
-    plan = chosen.plan
+    plan = prediction.plan
     files = {}
     if options.output:
-        files[options.output] = chosen.hardware_file
+        files[options.output] = prediction.hardware_file
     if options.write:
         files[options.write] = toml
     if options.json and options.json != _TERMINAL:
         files[options.json] = _json(data)
     if options.html:
-        shown = data | pictures(plan, chosen.proposals)
-        files[options.html] = page(shown)
-        files[str(Path(options.html).with_suffix(".json"))] = _json(shown)
+        page_data = data | pictures(plan, prediction.proposals)
+        files[options.html] = page(page_data)
+        files[str(Path(options.html).with_suffix(".json"))] = _json(page_data)
     if options.schedule_svg:
         if plan.workload.pipeline is None:
             raise UserError(
@@ -164,7 +165,7 @@ def is_hugging_face(path: Path) -> bool:
 
 
 def _flags_of_model(path: Path, flags: list[str]) -> list[str]:
-    """Flags that train a Hugging Face model, followed by those of the command line, which count."""
+    """Flags that train a Hugging Face model, then the command line's, which take precedence."""
     from torchtitan.tools.launch.model_choice import hugging_face_model
 
     model = hugging_face_model(path.expanduser())

@@ -30,8 +30,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--every-rank",
         action=argparse.BooleanOptionalAction,
-        help="rehearse all ranks; takes seconds for each (default: below "
-        f"{EVERY_RANK_BELOW} ranks)",
+        help=f"rehearse all ranks, each in seconds (default: below {EVERY_RANK_BELOW} ranks)",
     )
     add(
         "--layers",

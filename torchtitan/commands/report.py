@@ -29,8 +29,8 @@ def parser() -> argparse.ArgumentParser:
     parser = command_parser("report", __doc__)
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or of several")
-    plotted = f"plot this metric, and others given likewise (default: {', '.join(_METRICS)})"
-    add("--plot", action="append", metavar="METRIC", help=plotted)
+    plot_help = f"plot this metric, and others given likewise (default: {', '.join(_METRICS)})"
+    add("--plot", action="append", metavar="METRIC", help=plot_help)
     add("--axis", choices=_AXES, default=_AXES[0], help="plot against this (default: %(default)s)")
     add(
         "--html",
@@ -53,10 +53,10 @@ def main(argv: list[str]) -> int:
         return 0
     if options.html:
         return 0
-    known = list(dict.fromkeys(metric for run in data["runs"] for metric in run["metrics"]))
-    if unknown := [metric for metric in options.plot or () if metric not in known]:
+    names = list(dict.fromkeys(metric for run in data["runs"] for metric in run["metrics"]))
+    if typos := [metric for metric in options.plot or () if metric not in names]:
         raise UserError(
-            f"--plot: no run has the metric {unknown[0]!r}; they have {', '.join(known) or 'none'}"
+            f"--plot: no run has the metric {typos[0]!r}; they have {', '.join(names) or 'none'}"
         )
     width = min(shutil.get_terminal_size().columns, _WIDTH)
     metrics = options.plot or _METRICS

@@ -16,7 +16,7 @@ from torchtitan.utils.errors import UserError
 from torchtitan.utils.wording import listed, plural
 
 _DEFAULT = Path("outputs")
-_NAMED = 3
+_MAX_NAMES = 3
 
 
 def parser() -> argparse.ArgumentParser:
@@ -51,9 +51,9 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
-    if missing := [folder for folder in options.folders if not folder.exists()]:
+    if wrong_folders := [folder for folder in options.folders if not folder.exists()]:
         raise UserError(
-            f"{missing[0]}: there is no such folder; name one that holds runs (their "
+            f"{wrong_folders[0]}: there is no such folder; name one that holds runs (their "
             "job.dump_folder)"
         )
     runs = Runs(options.folders)
@@ -62,9 +62,9 @@ def main(argv: list[str]) -> int:
     rows = [row for row in rows if not options.state or row["state"] in options.state]
     rows.sort(key=lambda row: sort_key(row, options.sort), reverse=options.reverse)
     if runs.unreadable:
-        unnamed = len(runs.unreadable) - _NAMED
-        more = f", and {unnamed} more" if unnamed > 0 else ""
-        problems = "; ".join(runs.unreadable[:_NAMED])
+        more_count = len(runs.unreadable) - _MAX_NAMES
+        more = f", and {more_count} more" if more_count > 0 else ""
+        problems = "; ".join(runs.unreadable[:_MAX_NAMES])
         print(
             f"warning: can't read {plural(len(runs.unreadable), 'folder')}: {problems}{more}",
             file=sys.stderr,

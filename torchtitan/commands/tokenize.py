@@ -131,10 +131,10 @@ def _report(output: Output, file_count: int, corpus: Corpus) -> dict[str, Any]:
     predicted = sum(meta.get("predicted", meta["tokens"]) for meta in metas)
     size = sum(meta["bytes"] for meta in metas)
     bad = Counter[str]()
-    packed = PackingStats()
+    packing = PackingStats()
     for meta in metas:
         bad.update(meta["bad"])
-        packed += PackingStats(**meta.get("packing", {}))
+        packing += PackingStats(**meta.get("packing", {}))
     report = {
         "documents": documents,
         "tokens": tokens,
@@ -148,7 +148,7 @@ def _report(output: Output, file_count: int, corpus: Corpus) -> dict[str, Any]:
         "ignored": corpus.ignored.as_data(),
     }
     if output.best_fit:
-        report["packing"] = vars(packed)
+        report["packing"] = vars(packing)
     write_whole(output.folder / f"{output.name}{REPORT}", json.dumps(report, indent=1).encode())
     return report
 
@@ -157,7 +157,7 @@ def _write(
     options: argparse.Namespace,
     encoder: Encoder,
     output: Output,
-    held_out: HeldOutSplit | None,
+    split: HeldOutSplit | None,
     corpus: Corpus,
 ) -> int:
     """Write the missing token files; returns the number of parts."""
@@ -165,13 +165,13 @@ def _write(
         progress = _Progress(corpus.size)
         with progress.meter.bar:
             items = corpus.items(progress.meter.advance)
-            if held_out and not encoder.messages:
-                items, tail = split_alone(items, encoder.column, held_out.share)
+            if split and not encoder.messages:
+                items, tail = split_alone(items, encoder.column, split.share)
                 if tail is not None:
-                    held_out = replace(held_out, tail=tail)
-                    print(f"Of the only document, the last {held_out.share:.3%} are held out")
+                    split = replace(split, tail=tail)
+                    print(f"Of the only document, the last {split.share:.3%} are held out")
             return tokenize(
-                items, encoder, output, options.workers, advance=progress.wrote, split=held_out
+                items, encoder, output, options.workers, advance=progress.wrote, split=split
             )
     except BrokenProcessPool:
         raise UserError(
@@ -212,26 +212,26 @@ def run(argv: list[str]) -> str:
         "chat_template": Chat(tokenizer, "--messages-column").fingerprint if messages else None,
     }
     output = _output(options, options.output, common, options.best_fit)
-    held_out = _held_out(options, common) if options.held_out else None
-    if done := sum(is_complete(i, output, held_out) for i in output.existing()):
-        print(f"{plural(done, 'part')} already done")
+    split = _make_split(options, common) if options.held_out else None
+    if complete_count := sum(is_complete(i, output, split) for i in output.existing()):
+        print(f"{plural(complete_count, 'part')} already done")
     encoder = Encoder(tokenizer.origin, column, stop, messages)
-    file_count = done
-    if not _is_whole(held_out.output if held_out else output, done):
-        file_count = _write(options, encoder, output, held_out, corpus)
+    file_count = complete_count
+    if not _is_whole(split.output if split else output, complete_count):
+        file_count = _write(options, encoder, output, split, corpus)
     report = _report(output, file_count, corpus)
     print(f"Read {corpus.sources()}")
     _print_report(options, report)
     train = f"--training.dataset_path {output.folder}"
-    if held_out:
-        held_out_report = _report(held_out.output, file_count, corpus)
-        if not held_out_report["bytes"]:
+    if split:
+        split_report = _report(split.output, file_count, corpus)
+        if not split_report["bytes"]:
             raise UserError(
                 f"--held-out: none of {plural(report['documents'], 'document')} is held out; "
                 "choose a larger share, and an empty folder"
             )
-        print(f"Held out: {_sizes(held_out_report, held_out.output.folder)}")
-        train += f" --validation.enable --validation.dataset_path {held_out.output.folder}"
+        print(f"Held out: {_sizes(split_report, split.output.folder)}")
+        train += f" --validation.enable --validation.dataset_path {split.output.folder}"
     if options.best_fit:
         train += f" --training.seq_len {options.best_fit}"
     if options.end_of_document is not None:
@@ -239,7 +239,7 @@ def run(argv: list[str]) -> str:
     return f'{train} --model.hf_assets_path "{options.tokenizer}"'
 
 
-def _held_out(options: argparse.Namespace, common: dict[str, Any]) -> HeldOutSplit:
+def _make_split(options: argparse.Namespace, common: dict[str, Any]) -> HeldOutSplit:
     """Create the folder `DIR-held-out` and return the settings of the held-out documents."""
     folder = options.output
     if folder.name in ("", ".."):

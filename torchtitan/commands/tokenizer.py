@@ -58,8 +58,8 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--messages-column",
         metavar="NAME",
-        help="train on what the messages of conversations in this column or JSON key say; the "
-        "chat template is chatml unless given",
+        help="train on the texts of conversations in this column or JSON key; the chat template is "
+        "chatml unless given",
     )
     add(
         "--on-bad-document",
@@ -134,7 +134,7 @@ def run(argv: list[str]) -> str:
 
     try:
         with meter.bar:
-            trained = (
+            summary = (
                 character_tokenizer(
                     corpus, options.output, end_of_text=options.end_of_text, advance=advance
                 )
@@ -152,7 +152,7 @@ def run(argv: list[str]) -> str:
             )
     except OSError as error:
         raise UserError(f"--output: can't write to {options.output}: {error}") from error
-    _report(options, corpus, trained)
+    _report(options, corpus, summary)
     messages = f" --training.messages_column {options.messages_column}" if chat else ""
     return f"--model.hf_assets_path {options.output}{messages}"
 
@@ -193,20 +193,20 @@ def _make_folder(options: argparse.Namespace) -> None:
         ) from error
 
 
-def _report(options: argparse.Namespace, corpus: Corpus, trained: TokenizerSummary) -> None:
-    read = f"{plural(trained.documents, 'document')}, {trained.bytes:,} bytes"
+def _report(options: argparse.Namespace, corpus: Corpus, summary: TokenizerSummary) -> None:
+    read = f"{plural(summary.documents, 'document')}, {summary.bytes:,} bytes"
     print(f"Read {read}, from {corpus.sources()}")
     if options.sample:
         print(
-            f"Trained on {plural(trained.sampled_documents, 'document')} of them, "
-            f"{trained.sampled_bytes:,} bytes, chosen by hash with --seed {options.seed}"
+            f"Trained on {plural(summary.sampled_documents, 'document')} of them, "
+            f"{summary.sampled_bytes:,} bytes, chosen by hash with --seed {options.seed}"
         )
     if corpus.skip_counts:
         print(f"Skipped {show_bad_documents(corpus.skip_counts)}")
-    print(f"{trained.vocab_size:,} entries in {options.output}")
-    if options.characters and not options.end_of_text and trained.documents > 1:
+    print(f"{summary.vocab_size:,} entries in {options.output}")
+    if options.characters and not options.end_of_text and summary.documents > 1:
         print("No token ends a document: each follows the one before. --end-of-text adds one")
-    if trained.vocab_size < (options.vocab_size or 0):
+    if summary.vocab_size < (options.vocab_size or 0):
         print(
             f"That is fewer than --vocab-size {options.vocab_size:,}: the text has no further "
             "pairs to merge"

@@ -127,7 +127,7 @@ def _take_out_torchrun(
     ours: argparse.ArgumentParser, words: list[str]
 ) -> tuple[list[str], list[str]]:
     """Split `words` into this command's words, and torchrun's options with their values."""
-    known = [option for action in ours._actions for option in action.option_strings]
+    names = [option for action in ours._actions for option in action.option_strings]
     launcher_words: list[str] = []
     torchrun_words: list[str] = []
     needs_value = False
@@ -135,10 +135,10 @@ def _take_out_torchrun(
         if word.startswith("-"):
             name, equals, value = word.partition("=")
             name = name.replace("_", "-")  # torchrun accepts both
-            if name not in known and (hint := _misspelt(name, known)):
+            if name not in names and (hint := _spelling_hint(name, names)):
                 ours.error(f"unrecognized option {word}{hint}")
-            (launcher_words if name in known else torchrun_words).append(name + equals + value)
-            needs_value = name not in known and not equals
+            (launcher_words if name in names else torchrun_words).append(name + equals + value)
+            needs_value = name not in names and not equals
         else:
             is_value = needs_value and not word.endswith(".toml") and word not in shipped_configs()
             (torchrun_words if is_value else launcher_words).append(word)
@@ -166,14 +166,14 @@ _ELSEWHERE = {
 """Options of other launchers, mapped to their names here. torchrun has none of them."""
 
 
-def _misspelt(name: str, known: list[str]) -> str:
+def _spelling_hint(name: str, names: list[str]) -> str:
     """A hint if `name` abbreviates or nearly matches an option; torchrun would accept the
-    abbreviation as its own.
+    abbreviation of one of its options.
     """
     if name in _ELSEWHERE:
         return f"; did you mean {_ELSEWHERE[name]!r}?"
-    longer = [option for option in known if option.startswith(name)]
-    return f"; did you mean {longer[0]!r}?" if longer else did_you_mean(name, known, cutoff=0.9)
+    longer = [option for option in names if option.startswith(name)]
+    return f"; did you mean {longer[0]!r}?" if longer else did_you_mean(name, names, cutoff=0.9)
 
 
 def node_range(text: str) -> tuple[int, int]:
@@ -253,7 +253,7 @@ def check(
 
 
 def _problems_of_fewer_nodes(loaded: LoadedConfig, nodes: tuple[int, int], ranks: int) -> list[str]:
-    """What is wrong with the first number of nodes below the largest that can't train."""
+    """Problems of the first number of nodes below the largest that can't train."""
     fewest, most = nodes
     if fewest < most and not loaded.config.fault_tolerance.elastic:
         need = f"{fewest}:{most} nodes need fault_tolerance.elastic = true"
@@ -263,7 +263,7 @@ def _problems_of_fewer_nodes(loaded: LoadedConfig, nodes: tuple[int, int], ranks
         for number in (most, *range(fewest, most)):
             complete(loaded, number * ranks)
     except ConfigError as error:
-        if number < most:  # else they are reported with all others of the largest number
+        if number < most:  # else they are reported with all problems of the largest number
             return [f"with {number} of {most} nodes: {problem}" for problem in error.problems]
     return []
 
@@ -277,8 +277,8 @@ def main(argv: list[str]) -> int:
         refuse_tasks_without_ranks()
     stop = StopHandler(options.grace)
     several = options.nnodes[1] * options.nproc_per_node > 1
-    launched = options.max_restarts or options.numa_binding or torchrun_argv
-    alone = not (several or launched or "RANK" in os.environ)
+    needs_launcher = options.max_restarts or options.numa_binding or torchrun_argv
+    alone = not (several or needs_launcher or "RANK" in os.environ)
     with nullcontext() if alone else no_cpp_stacks():
         # A module of the user may import torch here.
         config = check(config_argv, options.nnodes, options.nproc_per_node)

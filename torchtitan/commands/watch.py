@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     add("--output", type=Path, metavar="FILE", help=output)
     every = "write it again after so many seconds (%(default)s)"
     add("--every", type=count, default=_EVERY_SECONDS, metavar="SECONDS", help=every)
-    port = "serve the page on this port of this machine's loopback; 0 takes a free one"
+    port = "serve the page on this port of this machine's loopback; 0 chooses a free one"
     add("--port", type=lambda text: count(text, fewest=0, most=65535), metavar="N", help=port)
     return parser
 
@@ -54,7 +54,7 @@ def _wait_for_runs(folders: Sequence[Path]) -> list[Path]:
         if folder.exists() and not folder.is_dir():
             raise UserError(f"{folder}: not a folder; a run's folder is its job.dump_folder")
     waiting = False
-    while not (begun := [folder for folder in folders if any(Runs([folder]))]):
+    while not (ready := [folder for folder in folders if any(Runs([folder]))]):
         if not waiting:
             names = printable(listed(folders, 4))
             print(
@@ -64,9 +64,9 @@ def _wait_for_runs(folders: Sequence[Path]) -> list[Path]:
         waiting = True
         time.sleep(_POLL_SECONDS)
     for folder in folders:
-        if folder not in begun:
+        if folder not in ready:
             print(printable(f"No run has begun in {folder} yet: it is left out"), flush=True)
-    return begun
+    return ready
 
 
 def _write(runs: Sequence[Path], page: Path, every: float | None) -> None:
