@@ -125,7 +125,7 @@ def test_every_exchange_of_objects_names_its_group():
         "parallel/groups.py: dist.barrier(device_ids=[torch.cuda.current_device()] "
         "if on_cuda else None)",
         "parallel/groups.py: dist.new_group(backend='gloo', timeout=timeout, group_desc='cpu')",
-        "testing/observe.py: dist.gather_object(tensors, gathered if gathers else None, "
+        "testing/observe.py: dist.gather_object(tensors, by_rank if is_rank_0 else None, "
         "group=cpu_group())",
         "testing/ranks.py: dist.barrier()",  # of gloo ranks
         "train/trainer.py: barrier()",
