@@ -53,7 +53,7 @@ class Logits(Protocol):
 
 
 class EvalTokenizer:
-    """Encodes texts as transformers does, so that scores equal those of the `hf` backend.
+    """Encodes texts as transformers does, so that scores equal the `hf` backend's.
 
     Unlike in training, the spelling of a special token in a text becomes that token. A trained
     model gets begin-of-text where training does, as in its export; for a Hugging Face folder, the

@@ -13,7 +13,7 @@ _SAME = 0.01
 
 
 def flops_mismatch(spec: ModelSpec, args: ModelArgs, seq_len: int) -> str | None:
-    """A sentence on declared FLOPs that aren't those of the model's matrix products, or None.
+    """A sentence on declared FLOPs that differ from the model's matrix products, or None.
 
     Torch counts a forward on the meta device, which computes nothing.
     """
