@@ -5,6 +5,7 @@ PyTorch on one process does, or be refused.
 import itertools
 import math
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -384,7 +385,12 @@ def outcome(ranks, world: int, argv: list[str], timeout: float = 200) -> str:
         preflight(config, output=False)
     except ConfigError as error:
         return f"refused: {error}"
-    problems = ranks(world, compare, argv, tolerances_of(config), timeout=timeout)[0].problems
+    tolerances = tolerances_of(config)
+    if "delta" in config.model.overrides.get("layer_pattern", ()):
+        # Queries are normalized, so the rows' gradients of their convolution nearly cancel: a
+        # process that accumulates row by row is off by 8e-4.
+        tolerances = replace(tolerances, gradient=5e-3)
+    problems = ranks(world, compare, argv, tolerances, timeout=timeout)[0].problems
     return f"differs: {problems}" if problems else "equal"
 
 
