@@ -67,6 +67,8 @@ REPLACEMENTS = {
     "submit --grid": "--runs FILE has a line of flags for each run",
     "submit --folder": "the runs of --runs are below job.dump_folder",
     "submit --local": "`torchtitan train` in a loop of the shell trains one run after the other",
+    "tokenize --drop-duplicates": "remove duplicates before (docs/guides/tokenizing-ahead.md)",
+    "tokenize --drop-near-duplicates": "remove them before (docs/guides/tokenizing-ahead.md)",
 }
 """Replacements of removed commands, and of commands' removed options and first arguments."""
 

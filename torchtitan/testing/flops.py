@@ -25,13 +25,13 @@ def flops_mismatch(spec: ModelSpec, args: ModelArgs, seq_len: int) -> str | None
             tokens = tokens.unsqueeze(-1).expand(-1, -1, 1 + mtp_modules)
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             model(tokens, torch.arange(seq_len), None, **options)
-    counted = 3 * counter.get_total_flops() / seq_len  # a backward computes two products for each
+    flops = 3 * counter.get_total_flops() / seq_len  # a backward computes two products for each
     declared = spec.flops_per_token(args, seq_len)
-    if abs(declared - counted) <= _SAME * counted:
+    if abs(declared - flops) <= _SAME * flops:
         return None
-    more = "more" if declared > counted else "less"
+    more = "more" if declared > flops else "less"
     return (
-        f"module_flops declares {declared:.4g} FLOPs per token, {abs(declared / counted - 1):.0%} "
-        f"{more} than the {counted:.4g} of the model's matrix products, and TFLOP/s and MFU are "
+        f"module_flops declares {declared:.4g} FLOPs per token, {abs(declared / flops - 1):.0%} "
+        f"{more} than the {flops:.4g} of the model's matrix products, and TFLOP/s and MFU are "
         "off by as much; pass module_flops= to its ModelSpec"
     )
