@@ -11,7 +11,7 @@ from types import ModuleType
 from torchtitan import __version__
 from torchtitan.utils.errors import did_you_mean
 from torchtitan.utils.logging import init_command_logging
-from torchtitan.utils.process import reporting_rank, run_main
+from torchtitan.utils.process import refuse_several_tasks, reporting_rank, run_main
 from torchtitan.utils.signals import exit_when_stopped
 
 GROUPS = {
@@ -67,10 +67,14 @@ REPLACEMENTS = {
     "submit --grid": "--runs FILE has a line of flags for each run",
     "submit --folder": "the runs of --runs are below job.dump_folder",
     "submit --local": "`torchtitan train` in a loop of the shell trains one run after the other",
+    "submit --template": "edit the script that it writes, or scripts/slurm.sbatch",
     "tokenize --drop-duplicates": "remove duplicates before (docs/guides/tokenizing-ahead.md)",
     "tokenize --drop-near-duplicates": "remove them before (docs/guides/tokenizing-ahead.md)",
 }
 """Replacements of removed commands, and of commands' removed options and first arguments."""
+
+RUN_ONCE = {"init", "submit", "tokenize", "tokenizer", "ckpt from-hf", "ckpt to-hf"}
+"""Commands whose processes would write the same files."""
 
 
 def main() -> int:
@@ -92,7 +96,8 @@ def _dispatch(argv: list[str]) -> int | None:
         print(f"torchtitan {__version__}")
         return 0
     options = [word.partition("=")[0] for word in argv[1:] if word.startswith("-")]
-    for words in (name, *(f"{name} {word}" for word in [*argv[1:2], *options])):
+    calls = (name, *(f"{name} {word}" for word in [*argv[1:2], *options]))
+    for words in calls:
         if words in REPLACEMENTS:
             print(f"error: no `{words}` any more: {REPLACEMENTS[words]}", file=sys.stderr)
             return 2
@@ -100,6 +105,8 @@ def _dispatch(argv: list[str]) -> int | None:
         hint = did_you_mean(name, COMMANDS) or "; `torchtitan --help` lists them"
         print(f"error: no command {name!r}{hint}", file=sys.stderr)
         return 2
+    if not RUN_ONCE.isdisjoint(calls):
+        refuse_several_tasks()
     if name == "train":
         exit_when_stopped()  # before the half second that the import takes
     else:  # the ranks of a run have their own log

@@ -7,7 +7,6 @@ sentence. Options that are not listed here are passed to torchrun.
 """
 
 import argparse
-import importlib
 import os
 import re
 import shutil
@@ -23,13 +22,13 @@ from torchtitan.tools.launch.ranks import ELASTIC_RESTARTS, SECRET_ENV, StopHand
 from torchtitan.tools.launch.torchrun import no_cpp_stacks, run_ranks, what_lowers_memory
 from torchtitan.train.preflight import preflight
 from torchtitan.train.rank_main import main as train
-from torchtitan.utils.accelerators import count_gpus
+from torchtitan.utils.accelerators import count_gpus, refuse_unusable
 from torchtitan.utils.argument_types import count
 from torchtitan.utils.assets import shipped_configs
 from torchtitan.utils.errors import ConfigError, OutOfMemoryError, did_you_mean
 from torchtitan.utils.limits import NODE_RANGE, NODES, RANKS_PER_NODE
 from torchtitan.utils.lock import local_conflict
-from torchtitan.utils.process import refuse_tasks_without_ranks
+from torchtitan.utils.process import refuse_several_tasks
 from torchtitan.utils.wording import brief
 
 RENDEZVOUS = "last_call_timeout=3,join_timeout=600,keep_alive_interval=2,keep_alive_max_attempt=5"
@@ -274,16 +273,16 @@ def _problems_of_fewer_nodes(loaded: LoadedConfig, nodes: tuple[int, int], ranks
 def main(argv: list[str]) -> int:
     options, torchrun_argv, config_argv = _parse(argv)
     if options.nnodes[1] == 1:  # else each task is the launcher of a node
-        refuse_tasks_without_ranks()
+        refuse_several_tasks()
     stop = StopHandler(options.grace)
     several = options.nnodes[1] * options.nproc_per_node > 1
     needs_launcher = options.max_restarts or options.numa_binding or torchrun_argv
-    alone = not (several or needs_launcher or "RANK" in os.environ)
+    alone = not (several or needs_launcher)
     with nullcontext() if alone else no_cpp_stacks():
         # A module of the user may import torch here.
         config = check(config_argv, options.nnodes, options.nproc_per_node)
         if not alone:
-            importlib.import_module("torch")
+            refuse_unusable(options.nproc_per_node)  # imports torch
     # Growing one segment loses less memory to fragmentation than many segments; the planner assumes
     # it.
     if not os.environ.get("PYTORCH_ALLOC_CONF"):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torchtitan.config.sections.schema import Comm
 from torchtitan.utils.activity import CHECKPOINT_GROUP
 from torchtitan.utils.distributed_compat import run_gloo_in_order, store_of_this_attempt
+from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.logging import logger
 from torchtitan.utils.process import CONNECTED_RANKS, rank_and_world
 from torchtitan.utils.torch_compat import silence_false_alarms
@@ -31,9 +32,9 @@ def init_distributed(comm: Comm, device: torch.device) -> None:
     agent_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if world > CONNECTED_RANKS:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    if single_node:
-        for backend in ("GLOO", "NCCL"):
-            os.environ.setdefault(f"{backend}_SOCKET_IFNAME", _loopback())
+    for backend in ("GLOO", "NCCL")[: 1 + on_cuda]:
+        if single_node and f"{backend}_SOCKET_IFNAME" not in os.environ:
+            os.environ[f"{backend}_SOCKET_IFNAME"] = _loopback()
 
     def start(store: dist.Store | None) -> None:
         membership = {} if store is None else {"store": store, "rank": rank, "world_size": world}
@@ -56,11 +57,20 @@ def init_distributed(comm: Comm, device: torch.device) -> None:
 
 
 def _loopback() -> str:
-    """Name of the loopback interface: `lo` on Linux, `lo0` on macOS."""
+    """Name of the loopback interface: `lo` on Linux, `lo0` on macOS.
+
+    Raises:
+        ConfigError: there is none, or it is down, as in a container without network.
+    """
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == "127.0.0.1" for address in addresses):
             return name
-    return "lo"
+    raise ConfigError(
+        [
+            "the ranks of a node, and one alone, communicate over its loopback interface, which is "
+            "down: `ip link set lo up` as root, or name another in GLOO_SOCKET_IFNAME"
+        ]
+    )
 
 
 def _local_store(rank: int, world: int, timeout: timedelta) -> dist.Store:

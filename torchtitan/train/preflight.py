@@ -27,6 +27,7 @@ from torchtitan.models import (
 from torchtitan.models.args import DecoderArgs
 from torchtitan.parallel.pipeline.split import PipelinePlan, assign_stages
 from torchtitan.train.inputs import NamedModel, open_inputs
+from torchtitan.utils.accelerators import missing_for_kernels
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.storage import is_url, storage_path
 from torchtitan.utils.torch_compat import torch_is_before_2_13
@@ -96,6 +97,8 @@ def preflight(
     facts = replace(machine_facts(config), **model.facts, **inputs.facts)
     if device is not None:
         facts = replace(facts, device=device)
+    if whole is None:
+        facts = replace(facts, missing_for_kernels=missing_for_kernels())
     if world is not None and whole is None:
         facts = with_ranks(facts, config, world)
     reasons = [*other_problems, *problems(config, facts), *reasons]

@@ -17,7 +17,7 @@ from torchtitan.config import Resolved, resolve
 from torchtitan.train.preflight import Setup, preflight
 from torchtitan.utils.errors import DEBUG_ENV, UserError
 from torchtitan.utils.logging import init_logging, log_failure, logger
-from torchtitan.utils.process import rank_and_world, refuse_tasks_without_ranks
+from torchtitan.utils.process import rank_and_world
 from torchtitan.utils.signals import INTERRUPTED, StopRequest
 from torchtitan.utils.storage import storage_path
 from torchtitan.utils.torch_versions import installed_torch, too_new
@@ -39,7 +39,6 @@ def main(argv: list[str]) -> int:
     if os.environ.get(DEBUG_ENV) != "1":
         # Else torch prints C++ stacks on every rank when one dies.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    refuse_tasks_without_ranks()
     rank, world = rank_and_world()
     # The launcher may restart this rank, so a stop is possible before training.
     stop = StopRequest(lambda: os._exit(_report_stop(rank, "before the first step")))

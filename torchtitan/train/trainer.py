@@ -30,6 +30,7 @@ from torchtitan.train.run_info import describe_run, skipped_documents, write_con
 from torchtitan.train.run_telemetry import Telemetry
 from torchtitan.train.state import Progress, seed_step
 from torchtitan.train.step import build_update, prepare_weights, train_step
+from torchtitan.utils.accelerators import hardware_fault, read_accelerators
 from torchtitan.utils.activity import DATA, SAVING, begin, note, phase
 from torchtitan.utils.device import (
     current_device,
@@ -37,7 +38,6 @@ from torchtitan.utils.device import (
     device_syncs,
     is_out_of_memory,
     tune_cpu,
-    unused_gpu,
 )
 from torchtitan.utils.errors import HangError, OutOfMemoryError, UserError
 from torchtitan.utils.logging import logger
@@ -105,11 +105,14 @@ class Trainer:
         self.stop_request.defer()  # from now on a rank that exits alone makes the others fail
         self.folder_locks = lock_folders(config)
         open_log(config)
+        if dist.get_rank() == 0:
+            accelerators = read_accelerators()
+            logger.info(str(accelerators))
+            for warning in accelerators.warnings():
+                logger.warning(warning)
         precision = describe_cpu_precision(config.training.mixed_precision_param)
         if self.device.type == "cpu" and precision:
             logger.info(precision)
-        if hint := unused_gpu():
-            logger.info(hint)
         logger.info(self.setup.tokenizer.describe())
 
     def _build(self, builders: Builders, user_callbacks: Sequence[Callback]) -> None:
@@ -230,6 +233,8 @@ class Trainer:
                 raise HangError(hang) from error
             if is_out_of_memory(error):
                 raise self._out_of_memory(error) from error
+            if fault := hardware_fault(error, self.device.index or 0):
+                raise UserError(fault) from error
             raise
         return self.progress
 

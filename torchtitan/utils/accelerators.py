@@ -1,16 +1,21 @@
-"""The GPUs of this machine, as nvidia-smi, CUDA_VISIBLE_DEVICES and torch report them, and their
-faults. Only `read_accelerators` imports torch.
+"""The GPUs of this machine, as the drivers, CUDA_VISIBLE_DEVICES and torch report them, what they
+need, and their faults. Only `refuse_unusable` and `read_accelerators` import torch.
 """
 
 import os
 import shutil
+import socket
 import subprocess
+import sys
+import sysconfig
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
+from pathlib import Path
 
-from torchtitan.utils.errors import UserError, show_warnings
+from torchtitan.utils.errors import UnusableGpuError, show_warnings
 from torchtitan.utils.wording import plural
 
 _SECONDS = 20
@@ -23,6 +28,15 @@ _BUSY_MIB = 1024
 """Memory in use from which a GPU is busy: a driver and a display need less."""
 _OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}
 """The oldest driver for each major version of CUDA (NVIDIA's page on CUDA compatibility)."""
+_VISIBLE_ENV = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+"""Variables that select GPUs; torch's build for AMD reads all of them."""
+_AMD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
+"""AMD's driver lists the machine's GPUs and CPUs here."""
+_HARDWARE_FAULTS = (
+    *("uncorrectable ECC", "unspecified launch failure", "unknown error", "hardware"),
+    *("fallen off the bus", "GPU is lost", "NVLink", "nvlink", "illegal instruction"),
+)
+"""Words of CUDA's errors behind which the driver's log has an Xid of a broken GPU or link."""
 Gpu = Mapping[str, str]
 """A GPU's values by field of `nvidia-smi --help-query-gpu`; `[N/A]` if not supported."""
 
@@ -82,10 +96,10 @@ def number(text: str) -> float | None:
 
 
 def _visible_entries() -> list[str] | None:
-    """The entries of CUDA_VISIBLE_DEVICES up to the first invalid entry, where CUDA stops; None if
-    the variable isn't set.
+    """The entries of CUDA_VISIBLE_DEVICES, or AMD's variables, up to the first invalid entry, where
+    CUDA stops; None if no variable is set.
     """
-    entries = os.environ.get("CUDA_VISIBLE_DEVICES")
+    entries = next((os.environ[name] for name in _VISIBLE_ENV if name in os.environ), None)
     if entries is None:
         return None
     return list(
@@ -113,7 +127,7 @@ def visible_gpus(fields: Sequence[str] = ()) -> list[dict[str, str]]:
 
 
 def count_gpus() -> int:
-    """Number of NVIDIA GPUs that are visible to this process."""
+    """Number of GPUs that are visible to this process, NVIDIA's or AMD's."""
     entries = _visible_entries()
     if entries is not None:
         return len(entries)
@@ -122,7 +136,71 @@ def count_gpus() -> int:
     except NoDriver as reason:
         if shutil.which("nvidia-smi"):
             show_warnings([f"no GPU is counted: {reason}"])
-        return 0
+        return _count_amd_gpus()
+
+
+def _count_amd_gpus() -> int:
+    count = 0
+    for file in _AMD_NODES.glob("*/gpu_id"):
+        with suppress(OSError):  # another container's
+            count += file.read_text().strip() != "0"  # a CPU's
+    return count
+
+
+def missing_for_kernels() -> str:
+    """What this machine lacks to compile kernels, for its GPU or else its CPU; empty if nothing."""
+    has_gpu = shutil.which("nvidia-smi") or _AMD_NODES.exists()
+    variable, names = (
+        ("CC", ["gcc", "clang"])
+        if has_gpu and _visible_entries() != []
+        else ("CXX", ["clang++" if sys.platform == "darwin" else "g++"])
+    )
+    names = [os.environ[variable]] if variable in os.environ else names
+    if not any(map(shutil.which, names)):
+        return f"no compiler ({' or '.join(names)}, or another by {variable})"
+    headers = Path(sysconfig.get_paths()["include"], "Python.h")
+    return "" if headers.exists() else f"no headers of Python ({headers}; as in python3-dev)"
+
+
+def hardware_fault(error: BaseException, ordinal: int) -> str | None:
+    """A sentence about the GPU if its hardware, or a link, is behind an error of CUDA; else None.
+
+    Args:
+        ordinal: number of the GPU in this process.
+    """
+    text = str(error)
+    if "CUDA" not in text.upper() or not any(words in text for words in _HARDWARE_FAULTS):
+        return None
+    entries = _visible_entries() or []
+    name = entries[ordinal] if ordinal < len(entries) else ordinal
+    line = next(line for line in text.splitlines() if any(map(line.__contains__, _HARDWARE_FAULTS)))
+    return (
+        f"GPU {name} of {socket.gethostname()} failed: {line.strip()}. On that machine `dmesg | "
+        "grep -i xid` shows the driver's reason, and `torchtitan doctor` counted memory errors "
+        "(ECC). Train without it until it is reset or replaced"
+    )
+
+
+def refuse_unusable(ranks: int) -> None:
+    """Check that torch can use a GPU of this machine for each of its ranks, if it has any. An empty
+    CUDA_VISIBLE_DEVICES asks for the CPU.
+
+    Args:
+        ranks: number of ranks on this machine.
+
+    Raises:
+        UnusableGpuError: it can't, or the ranks are more than the GPUs.
+    """
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count and count < ranks:
+        raise UnusableGpuError(
+            f"--nproc-per-node: {ranks} ranks on {plural(count, 'visible GPU')}; give at most "
+            f"{count}, or compute on the CPU with CUDA_VISIBLE_DEVICES= (empty)"
+        )
+    if not count and _visible_entries() != []:
+        read_accelerators().check()
 
 
 @dataclass(frozen=True)
@@ -143,12 +221,20 @@ class Accelerators:
     torch_error: str = ""
     """torch's reason for using no GPU."""
     nccl: str = ""
+    unused: str = ""
+    """Other accelerators, which torch can or could use."""
 
     def __str__(self) -> str:
         """A line about devices and versions."""
         if not self.names:
             reason = self.driver_error or "nvidia-smi lists none"
-            return f"This machine has no GPU ({reason}); torch {self.torch} computes on the CPU."
+            if self.n_hidden:
+                reason = f"CUDA_VISIBLE_DEVICES hides {self.n_hidden}"
+            unused = f" {self.unused} is not supported." if self.unused else ""
+            return (
+                f"This machine has no GPU ({reason}); torch {self.torch} computes on the CPU."
+                f"{unused}"
+            )
         kinds = ", ".join(f"{count} x {name}" for name, count in Counter(self.names).items())
         driver = f"driver {self.gpus[0]['driver_version']}, " if self.gpus else ""
         return f"{kinds}: {driver}CUDA {self.cuda}, NCCL {self.nccl}, torch {self.torch}."
@@ -157,30 +243,35 @@ class Accelerators:
         """Check that torch can use the GPUs of this machine, if it has any.
 
         Raises:
-            UserError: it can't, with the reason.
+            UnusableGpuError: it can't, with the reason.
         """
-        if self.names or not (self.gpus or self.n_hidden):
-            return
+        if not self.names and (self.gpus or self.n_hidden):
+            raise UnusableGpuError(
+                f"{self._reason()}. To compute on the CPU, set CUDA_VISIBLE_DEVICES= (empty)"
+            )
+
+    def _reason(self) -> str:
+        """Why torch can't use the GPUs of this machine."""
         if not self.gpus:
-            raise UserError(
+            return (
                 f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')} hides this "
                 f"machine's {plural(self.n_hidden, 'GPU')}: unset it"
             )
         here = f"{plural(len(self.gpus), 'GPU')} ({self.gpus[0]['name']})"
         if not self.cuda:
-            raise UserError(
+            return (
                 f"this machine has {here}, but torch {self.torch} is built for the CPU: install "
                 "the build for CUDA (https://pytorch.org/get-started/locally)"
             )
         driver = self.gpus[0]["driver_version"]
         oldest = _OLDEST_DRIVERS.get(int(self.cuda.partition(".")[0]), 0)
         if (number(driver.partition(".")[0]) or oldest) < oldest:
-            raise UserError(
+            return (
                 f"driver {driver} of this machine's {here} is too old for CUDA {self.cuda}, which "
                 f"torch {self.torch} is built for: update it to {oldest} or newer, or install a "
                 "build of torch for an older CUDA"
             )
-        raise UserError(
+        return (
             f"torch {self.torch}, built for CUDA {self.cuda}, can't use this machine's {here} with "
             f"driver {driver}: {self.torch_error}"
         )
@@ -221,6 +312,18 @@ def _faults(gpu: Gpu) -> Iterator[str]:
         yield f"{name} has bad memory rows to replace: reset it (`nvidia-smi -r`)."
 
 
+def _unused_kinds() -> Iterator[str]:
+    """Kinds of accelerators that this machine has, and training doesn't use."""
+    import torch
+
+    if torch.backends.mps.is_available():
+        yield "Apple's GPU (mps), for which torch.distributed has no backend,"
+    if torch.xpu.is_available():
+        yield "Intel's GPU (xpu)"
+    if not torch.version.hip and (count := _count_amd_gpus()):
+        yield f"torch without ROCm on AMD's {plural(count, 'GPU')}"
+
+
 def read_accelerators() -> Accelerators:
     """Query the driver and torch."""
     import torch
@@ -249,4 +352,5 @@ def read_accelerators() -> Accelerators:
         names=[torch.cuda.get_device_name(ordinal) for ordinal in range(usable)],
         torch_error=torch_error,
         nccl=".".join(map(str, torch.cuda.nccl.version())) if usable else "",
+        unused=" or ".join(_unused_kinds()),
     )

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from torchtitan.utils.accelerators import refuse_unusable
+
 _M_TRIM_THRESHOLD = -1  # malloc.h
 _M_MMAP_THRESHOLD = -3
 _BF16_UNITS = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 BF16", "bf16": "Arm's BF16 extension"}
@@ -23,7 +25,12 @@ def device_type() -> str:
 
 
 def current_device() -> torch.device:
-    """This rank's device. On CUDA, also makes it the current device."""
+    """This rank's device. On CUDA, also makes it the current device.
+
+    Raises:
+        UnusableGpuError: torch can't use this machine's GPUs, and the CPU wasn't asked for.
+    """
+    refuse_unusable(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     if device_type() == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -170,16 +177,6 @@ def describe_cpu_precision(dtype: str) -> str | None:
     return (
         f"Computing in {dtype}{how}: products take {1 / gain:.1f} times as long as in float32; "
         'set training.mixed_precision_param = "float32"'
-    )
-
-
-def unused_gpu() -> str | None:
-    """A sentence for the log about a GPU of this machine that is not supported, or None."""
-    if device_type() == "cuda" or not torch.backends.mps.is_available():
-        return None
-    return (
-        "Computing on the CPU: Apple's GPU (mps) is not supported, because torch.distributed, "
-        "which every run uses, has no backend for it"
     )
 
 

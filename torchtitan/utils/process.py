@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, NamedTuple, TextIO, cast
 
 from torchtitan.utils.errors import (
     DEBUG_ENV,
@@ -21,6 +21,7 @@ from torchtitan.utils.errors import (
     GuardError,
     HangError,
     NonFiniteError,
+    UnusableGpuError,
     UserError,
     error_text,
     failure_of,
@@ -43,53 +44,93 @@ ranks at the first exit.
 """
 
 
+class Task(NamedTuple):
+    """A process of several that were started together."""
+
+    starter: str
+    """The program that started them."""
+    count_key: str
+    """Environment variable with their number."""
+    rank_key: str
+    """Environment variable with the number of this process."""
+
+    @property
+    def size(self) -> int:
+        """Number of processes; 1 without the variable."""
+        count = os.environ.get(self.count_key, "").rpartition(":")[2]  # of MIN:MAX
+        return int(count) if _is_number(count) else 1
+
+
+_RANKED = Task("torchrun or an operator of pods", "WORLD_SIZE", "RANK")
+_TASKS = (
+    Task("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    Task("mpirun", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
+    Task("jsrun", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"),
+    Task("flux", "FLUX_JOB_SIZE", "FLUX_TASK_RANK"),
+    Task("an operator of pods", "PET_NNODES", "PET_NODE_RANK"),
+    Task("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    Task("srun", "SLURM_NTASKS", "SLURM_PROCID"),
+    Task("mpirun", "PMI_SIZE", "PMI_RANK"),
+)
+"""Variables of each starter; one that runs within another's task comes before it."""
+
+
+def this_task() -> Task | None:
+    """The variables that make this process one of several; None if it is alone."""
+    environ = os.environ
+    tasks = (_RANKED,) if "RANK" in environ or "WORLD_SIZE" in environ else _TASKS
+    # Only srun sets the first of its rows, and numbers its tasks. A shell of salloc isn't numbered;
+    # the script of a batch job, and an interactive shell of srun, are one process, even if the job
+    # has several tasks.
+    shell = "SLURM_PTY_PORT" in environ and environ.get("SLURM_PROCID") == "0"
+    numbered = "SLURM_STEP_NUM_TASKS" in environ or (
+        "SLURM_PROCID" in environ and environ.get("ENVIRONMENT") != "BATCH"
+    )
+    several = (task for task in tasks if task.size > 1)
+    return next(
+        (task for task in several if task.starter != "srun" or (numbered and not shell)), None
+    )
+
+
 def rank_and_world() -> tuple[int, int]:
     """This process's rank and the number of ranks, as torchrun sets them; (0, 1) without it.
 
     Raises:
-        ConfigError: they aren't such numbers.
+        ConfigError: they aren't such numbers, or this process is one of several without a rank.
     """
     rank = os.environ.get("RANK", "0")
     world = os.environ.get("WORLD_SIZE", "1")
     if not (_is_number(rank) and _is_number(world) and int(rank) < int(world)):
         got = f"RANK={rank[:20]!r} and WORLD_SIZE={world[:20]!r}"
         raise ConfigError([f"{got}: torchrun sets them to numbers; unset them without it"])
+    if int(world) == 1:
+        refuse_several_tasks()
     return int(rank), int(world)
 
 
-def refuse_tasks_without_ranks() -> None:
-    """Refuse to be one of several processes without a rank: each would train alone, in the same
-    folder.
+def refuse_several_tasks() -> None:
+    """Refuse to be one of several processes: each would do all of the work, in the same folder.
 
     Raises:
-        ConfigError: srun or mpirun has started several of these processes.
+        ConfigError: several of these processes have been started.
     """
-    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+    task = this_task()
+    if task is None:
         return
-    for starter, key in _tasks():
-        tasks = os.environ.get(key, "")
-        if _is_number(tasks) and int(tasks) > 1:
-            raise ConfigError(
-                [
-                    f"{starter} has started {tasks} tasks ({key}), and each would train alone. "
-                    f"Start one launcher per node, which starts the ranks: on one node `torchtitan "
-                    "train CONFIG --nproc-per-node N` without "
-                    f"{starter}; on several, write a job by `torchtitan submit`, or run `srun "
-                    "--ntasks-per-node=1 torchrun --nnodes N --nproc-per-node N --rdzv-backend "
-                    "c10d --rdzv-endpoint HOST:PORT -m torchtitan.train`"
-                ]
-            )
-
-
-def _tasks() -> Iterator[tuple[str, str]]:
-    """Pairs of a possible starter of this process and the variable with its number of tasks."""
-    # Only srun sets the first, and numbers its tasks. A shell of salloc isn't numbered, and the
-    # script of a batch job is one process, even if the job has several tasks.
-    if "SLURM_STEP_NUM_TASKS" in os.environ:
-        yield "srun", "SLURM_STEP_NUM_TASKS"
-    elif "SLURM_PROCID" in os.environ and os.environ.get("ENVIRONMENT") != "BATCH":
-        yield "srun", "SLURM_NTASKS"
-    yield from (("mpirun", key) for key in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
+    address, port = (os.environ.get(f"MASTER_{key}", key) for key in ("ADDR", "PORT"))
+    nodes = task.size if "operator" in task.starter else "NODES"
+    as_rank = "train as this rank by `python -m torchtitan.train --config FILE`, or "
+    raise ConfigError(
+        [
+            f"{task.starter} has started {task.size} tasks ({task.count_key}), and each would do "
+            "all of the work alone, in the same folder. Run it once. To train, "
+            f"{as_rank if task is _RANKED else ''}start one launcher per node (with srun, "
+            "`--ntasks-per-node=1`): `torchtitan train CONFIG --nproc-per-node N`, on several "
+            f"nodes with RDZV_SECRET and `--nnodes {nodes} --rdzv-endpoint {address}:{port}`, as "
+            f"in a job of `torchtitan submit`. If this process is the only one, start it by `env "
+            f"-u {task.count_key} -u {task.rank_key}`"
+        ]
+    )
 
 
 def first_of_node() -> bool:
@@ -98,8 +139,9 @@ def first_of_node() -> bool:
 
 
 def reporting_rank() -> int:
-    """This process's rank, to decide which process reports an error; 0 if it has none."""
-    rank = os.environ.get("RANK", "0")
+    """This process's number, to decide which process reports an error; 0 if it has none."""
+    task = this_task()
+    rank = os.environ.get(task.rank_key, "") if task else ""
     return int(rank) if _is_number(rank) else 0
 
 
@@ -155,6 +197,8 @@ def _run_main(main: Callable[[list[str]], int | None], argv: list[str], rank: in
         if isinstance(error.__cause__, BrokenPipeError) and _nobody_reads():
             return 128 + signal.SIGPIPE
         reports = rank == 0 or not isinstance(error, _ON_ALL_RANKS)
+        if isinstance(error, UnusableGpuError):
+            reports = first_of_node()
         if reports:
             report(error)
         tell_torchrun(error_text(error), wait=not reports)

@@ -141,6 +141,8 @@ class Facts:
     """The optional packages that are installed."""
     compilers: Collection[str] = ABSENT
     """Backends of `torch.compile` that packages register."""
+    missing_for_kernels: str = ABSENT
+    """What is missing to compile kernels here; empty if nothing is."""
     unwritable: str | None = ABSENT
     """Why `job.dump_folder` can't be written to."""
 
