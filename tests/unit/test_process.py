@@ -1,13 +1,17 @@
-"""The start of a process: closed standard streams, and tasks that nobody has told their rank."""
+"""The start of a process: closed standard streams, and tasks without a rank."""
 
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
+from torchtitan.commands import _dispatch, generate
+from torchtitan.commands import eval as eval_command
 from torchtitan.commands import train as launcher
 from torchtitan.train import rank_main
 from torchtitan.utils.errors import ConfigError
+from torchtitan.utils.process import rank_and_world, reporting_rank
 
 WRITES = """
 import os, subprocess, sys
@@ -53,24 +57,52 @@ def test_commands_run_with_closed_streams(tmp_path, closed):
     assert '"end": "completed"' in (tmp_path / "run/run.json").read_text()
 
 
-@pytest.mark.parametrize("main", [rank_main.main, launcher.main])
 @pytest.mark.parametrize(
     ("variables", "starter"),
     [
         ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS": "8", "SLURM_PROCID": "3"}, "srun"),
         ({"SLURM_STEP_NUM_TASKS": "2", "ENVIRONMENT": "BATCH"}, "srun"),
         ({"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, "srun"),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, "mpirun"),
+        ({"SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_PTY_PORT": "40001"}, "srun"),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "SLURM_STEP_NUM_TASKS": "4"}, "mpirun"),
         ({"PMI_SIZE": "2"}, "mpirun"),
+        ({"MV2_COMM_WORLD_SIZE": "2"}, "mpirun"),
+        ({"FLUX_JOB_SIZE": "2"}, "flux"),
+        ({"JSM_NAMESPACE_SIZE": "2"}, "jsrun"),
+        ({"PET_NNODES": "1:2"}, "an operator of pods"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "SLURM_STEP_NUM_TASKS": "4"}, "torchrun or .* pods"),
     ],
 )
-def test_tasks_without_ranks_are_refused(monkeypatch, main, variables, starter):
+def test_several_tasks_are_refused(monkeypatch, variables, starter):
+    """Ranks are refused by the launcher and by commands that run once."""
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=f"{starter} has started .*torchtitan submit"):
-        main(["--training.stpes=1"])
+    commands = [launcher.main, partial(_dispatch, ["tokenize"]), partial(_dispatch, ["init"])]
+    mains = [rank_main.main, generate.main, eval_command.main]
+    for main in [*commands, *([] if "RANK" in variables else mains)]:
+        with pytest.raises(ConfigError, match=f"{starter} has started [24 8]+ tasks"):
+            main(*([] if isinstance(main, partial) else [["--training.stpes=1"]]))
+
+
+def test_a_pod_is_named_its_command(monkeypatch, capsys):
+    pod = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "run-0", "MASTER_PORT": "23456"}
+    for name, value in pod.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="--nnodes 2 --rdzv-endpoint run-0:23456`"):
+        launcher.main(["--nproc-per-node=8"])
+    assert (reporting_rank(), rank_and_world()) == (1, (1, 2))
+    monkeypatch.setenv("RDZV_SECRET", "0" * 32)
+    with pytest.raises(ConfigError, match="did you mean"):
+        launcher.main(
+            [
+                "--nproc-per-node=8",
+                "--nnodes=2",
+                "--rdzv-endpoint=run-0:23456",
+                "--training.stpes=1",
+            ]
+        )
 
 
 @pytest.mark.parametrize(
@@ -80,12 +112,19 @@ def test_tasks_without_ranks_are_refused(monkeypatch, main, variables, starter):
         {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"},
         {"SLURM_NTASKS": "8"},  # a shell of salloc, or a notebook
         {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "ENVIRONMENT": "BATCH"},  # a job's script
-        {"SLURM_STEP_NUM_TASKS": "2", "RANK": "0", "WORLD_SIZE": "2"},  # torchrun, below srun
-        {"OMPI_COMM_WORLD_SIZE": "1"},
+        {
+            "SLURM_STEP_NUM_TASKS": "8",
+            "SLURM_NTASKS": "8",
+            "SLURM_PROCID": "0",
+            "SLURM_PTY_PORT": "40001",
+            "PMI_SIZE": "8",
+        },  # srun --ntasks-per-node=8 --pty bash
+        {"OMPI_COMM_WORLD_SIZE": "1", "RANK": "0", "WORLD_SIZE": "1"},
     ],
 )
 def test_a_single_task_is_not_refused(monkeypatch, variables):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match="did you mean"):
-        launcher.main(["--training.stpes=1"])
+    for main in (launcher.main, rank_main.main):
+        with pytest.raises(ConfigError, match="did you mean"):
+            main(["--training.stpes=1"])

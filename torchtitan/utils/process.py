@@ -68,28 +68,30 @@ _TASKS = (
     Task("jsrun", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"),
     Task("flux", "FLUX_JOB_SIZE", "FLUX_TASK_RANK"),
     Task("an operator of pods", "PET_NNODES", "PET_NODE_RANK"),
-    Task("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
-    Task("srun", "SLURM_NTASKS", "SLURM_PROCID"),
-    Task("mpirun", "PMI_SIZE", "PMI_RANK"),
 )
-"""Variables of each starter; one that runs within another's task comes before it."""
 
 
-def this_task() -> Task | None:
-    """The variables that make this process one of several; None if it is alone."""
+def _tasks() -> Iterator[Task]:
+    """What may have started this process; who runs in a task of another comes first."""
     environ = os.environ
-    tasks = (_RANKED,) if "RANK" in environ or "WORLD_SIZE" in environ else _TASKS
-    # Only srun sets the first of its rows, and numbers its tasks. A shell of salloc isn't numbered;
-    # the script of a batch job, and an interactive shell of srun, are one process, even if the job
-    # has several tasks.
-    shell = "SLURM_PTY_PORT" in environ and environ.get("SLURM_PROCID") == "0"
-    numbered = "SLURM_STEP_NUM_TASKS" in environ or (
-        "SLURM_PROCID" in environ and environ.get("ENVIRONMENT") != "BATCH"
-    )
-    several = (task for task in tasks if task.size > 1)
-    return next(
-        (task for task in several if task.starter != "srun" or (numbered and not shell)), None
-    )
+    if "RANK" in environ or "WORLD_SIZE" in environ:
+        yield _RANKED
+        return
+    yield from _TASKS
+    if "SLURM_PTY_PORT" in environ and environ.get("SLURM_PROCID") == "0":
+        return  # an interactive shell of srun, whose other tasks have ended
+    # Only srun sets the first, and numbers its tasks. A shell of salloc isn't numbered, and the
+    # script of a batch job is one process, even if the job has several tasks.
+    if "SLURM_STEP_NUM_TASKS" in environ:
+        yield Task("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
+    elif "SLURM_PROCID" in environ and environ.get("ENVIRONMENT") != "BATCH":
+        yield Task("srun", "SLURM_NTASKS", "SLURM_PROCID")
+    yield Task("mpirun", "PMI_SIZE", "PMI_RANK")
+
+
+def _this_task() -> Task | None:
+    """What makes this process one of several; None if it is alone."""
+    return next((task for task in _tasks() if task.size > 1), None)
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -114,7 +116,7 @@ def refuse_several_tasks() -> None:
     Raises:
         ConfigError: several of these processes have been started.
     """
-    task = this_task()
+    task = _this_task()
     if task is None:
         return
     address, port = (os.environ.get(f"MASTER_{key}", key) for key in ("ADDR", "PORT"))
@@ -140,7 +142,7 @@ def first_of_node() -> bool:
 
 def reporting_rank() -> int:
     """This process's number, to decide which process reports an error; 0 if it has none."""
-    task = this_task()
+    task = _this_task()
     rank = os.environ.get(task.rank_key, "") if task else ""
     return int(rank) if _is_number(rank) else 0
 
