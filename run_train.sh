@@ -14,10 +14,10 @@
 #   NUMA_BINDING   node: bind each rank to the CPUs next to its GPU; needs numactl
 #   LOG_RANK       ranks that log, comma-separated (0)
 #   TORCHTITAN_PYTHON  interpreter to use instead of the environment in .venv
-# Exit status 75: stopped by SIGTERM, SIGUSR1 or Ctrl-C and everything is saved; the same command resumes.
+# Exit status 75: stopped by SIGTERM, SIGUSR1, SIGHUP or Ctrl-C and everything is saved; the same command resumes.
 
 set -euo pipefail
-trap 'exit 75' TERM USR1 INT
+trap 'exit 75' TERM USR1 INT HUP
 command=
 for name in CONFIG_FILE NGPU LOG_RANK NNODES RDZV_ENDPOINT MAX_RESTARTS NUMA_BINDING; do
     [[ -n ${!name:-} ]] && command+="$name=$(printf '%q' "${!name}") "
@@ -32,7 +32,7 @@ if [[ ${!#} == --help || ${!#} == -h ]]; then
 fi
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 # Python handles a signal that arrives while it starts later, if this is GNU env.
-blocked=(env --block-signal=TERM --block-signal=USR1 --block-signal=INT)
+blocked=(env --block-signal=TERM --block-signal=USR1 --block-signal=INT --block-signal=HUP)
 "${blocked[@]}" true 2>/dev/null || blocked=(env)
 exec "${blocked[@]}" "$python" -m torchtitan train ${NGPU:+--nproc-per-node="$NGPU"} \
     --nnodes="${NNODES:-1}" --rdzv-endpoint="${RDZV_ENDPOINT:-}" ${MAX_RESTARTS:+--max-restarts="$MAX_RESTARTS"} \

@@ -6,10 +6,12 @@ import json
 import os
 import shlex
 import signal
+import stat
 import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
@@ -17,7 +19,7 @@ import pytest
 from tests.runs import arguments, losses, read_metrics, train
 from torchtitan.checkpoint.commit import committed_steps
 from torchtitan.train.rank_main import _resume_hint
-from torchtitan.utils.signals import AGAIN_SECONDS, STOPPING, StopRequest
+from torchtitan.utils.signals import AGAIN_SECONDS, STOPPING, StopRequest, stop_signals
 
 ROOT = Path(__file__).parents[2]
 ENV = os.environ | {
@@ -118,7 +120,7 @@ def test_two_signals_to_the_launcher(tmp_path, ranks_):
     module = [sys.executable, "-m", "torchtitan", "train", "--nproc-per-node", ranks_, "--"]
     launcher = launch(*module, *slow(tmp_path))
     wait_for_step(launcher, tmp_path, 2)
-    launcher.send_signal(signal.SIGTERM)
+    launcher.send_signal(signal.SIGHUP)
     launcher.send_signal(signal.SIGUSR1)
     _, err, status = finish(launcher)
     assert status == os.EX_TEMPFAIL, err
@@ -137,7 +139,7 @@ libc.pthread_mutex_lock(lock), libc.pthread_mutex_lock(lock)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
 def test_before_training_a_blocked_rank_leaves_at_once(number):
     """As in a rendezvous that waits for another node: the main thread never runs a Python
     handler.
@@ -309,6 +311,25 @@ def test_only_a_later_ctrl_c_is_a_second_one(capsys):
     assert not ended
     stop.ask(signal.SIGINT)
     assert ended
+
+
+def test_a_terminal_that_closes(monkeypatch):
+    """Nothing is printed to it any more; what a file or pipe gets is. nohup's choice is kept."""
+    replaced = []
+    modes = {1: stat.S_IFCHR, 2: stat.S_IFIFO}
+    stop = StopRequest()
+    stop.defer()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "dup2", lambda *streams: replaced.append(streams[1]))
+        patch.setattr(os, "fstat", lambda stream: mock.Mock(st_mode=modes[stream]))
+        stop.ask(signal.SIGTERM)
+        assert replaced == []
+        stop.ask(signal.SIGHUP)
+    assert replaced == [1]
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    assert signal.SIGHUP not in stop_signals()
+    signal.signal(signal.SIGHUP, before)
+    assert signal.SIGHUP in stop_signals()
 
 
 @pytest.mark.parametrize("killed", [True, False])

@@ -215,6 +215,8 @@ def _devices(
     Args:
         local: number of this machine's GPUs of a known kind.
     """
+    if hardware is None and options.hardware:
+        return None
     if options.nodes:
         per_node = hardware.devices_per_host if hardware else 1
         return options.nodes * (options.gpus_per_node or per_node)

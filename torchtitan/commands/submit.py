@@ -22,6 +22,7 @@ from torchtitan.tools.launch.slurm_script import (
     Run,
     check_folders,
     check_words,
+    has_slurm,
     job_name,
     job_size,
     read_runs,
@@ -101,7 +102,7 @@ def main(argv: list[str]) -> int:
         path = Path(dump, path)
     path = Path(options.output or path)
     size = _check(options, config, runs or [Run("", [])])
-    text = script(options, size, overrides, runs, path.parent.absolute())
+    text = script(options, size, overrides, runs, path.parent)
     each = f"{plural(len(runs), 'run')}, each on " if runs else ""
     return _write(options, path, text, f"{each}{size}")
 
@@ -150,6 +151,13 @@ def _write(options: argparse.Namespace, path: Path, text: str, size: str) -> int
         return 0
     write_output({path: os.fsencode(text)})
     print(f"{path}: {size}", file=sys.stderr)
+    if not has_slurm():
+        print(
+            "There is no Slurm here, so the job has no paths of this machine: on the cluster, run "
+            f"sbatch in a folder with {options.config}; TORCHTITAN_ROOT names the checkout, if it "
+            "isn't that folder, TORCHTITAN_PYTHON the interpreter of an installed package",
+            file=sys.stderr,
+        )
     print(f"sbatch {shlex.quote(str(path))}", flush=True)
     return _submit(path) if options.submit else 0
 

@@ -1,9 +1,9 @@
 """Train on this machine, or on this node of several.
 
 Starts the ranks through torchrun, and adds to it: the configuration is checked before any rank
-starts, for every number of nodes that may join; restarts get a fresh store; SIGTERM, SIGUSR1 and
-Ctrl-C make the ranks save and exit with status 75; and a failure is reported as its cause in one
-sentence. Options that are not listed here are passed to torchrun.
+starts, for every number of nodes that may join; restarts get a fresh store; SIGTERM, SIGUSR1,
+SIGHUP and Ctrl-C make the ranks save and exit with status 75; and a failure is reported as its
+cause in one sentence. Options that are not listed here are passed to torchrun.
 """
 
 import argparse

@@ -4,6 +4,7 @@ import ctypes
 import os
 import signal
 import socket
+import stat
 import sys
 import threading
 import time
@@ -12,8 +13,10 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-"""Schedulers send the first two before they reclaim a machine; Ctrl-C sends the third."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+"""Schedulers send the first two before they reclaim a machine; Ctrl-C sends the third, a terminal
+that closes the last.
+"""
 INTERRUPTED = 128 + signal.SIGINT
 """Exit status after a second Ctrl-C."""
 AGAIN_SECONDS = 0.5
@@ -35,9 +38,20 @@ def exit_when_stopped() -> None:
 
 
 def stop_signals() -> list[signal.Signals]:
-    """The stop signals to handle: not SIGINT where a shell ignores it, as in the background."""
-    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    return [number for number in STOP_SIGNALS if not (ignored and number == signal.SIGINT)]
+    """The stop signals to handle: not SIGINT where a shell ignores it, as in the background, and
+    not SIGHUP below nohup.
+    """
+    return [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+
+
+def leave_terminal(number: int) -> None:
+    """After SIGHUP, discard what is printed to the terminal, which is gone: writing would fail."""
+    if number == signal.SIGHUP:
+        null = os.open(os.devnull, os.O_WRONLY)
+        for stream in (1, 2):
+            if stat.S_ISCHR(os.fstat(stream).st_mode):
+                os.dup2(null, stream)
+        os.close(null)
 
 
 def on_signal(number: int, action: Callable[[], None]) -> None:
@@ -96,6 +110,7 @@ class StopRequest:
 
     def ask(self, number: int) -> None:
         """Handle signal `number`: the first is a request, and a later SIGINT ends the process."""
+        leave_terminal(number)
         if self._leave is not None:
             self.requested = True
             self._leave()

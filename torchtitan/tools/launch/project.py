@@ -1,5 +1,6 @@
 """The files of a new project, checked as a whole before any is written."""
 
+import math
 import shlex
 import tempfile
 from dataclasses import dataclass
@@ -159,8 +160,11 @@ def _training(request: Request, per_node: int) -> list[str]:
         steps.append(f"{rehearse}  # optional: check that no rank can hang")
     train = f"torchtitan train {config}"
     if nodes > 1:
+        minutes = math.ceil(60 * (request.hours or 0))
+        time = f" --time {minutes // 60}:{minutes % 60:02}:00" if minutes else ""
         steps.append(
-            f"torchtitan submit {config} --gpus-per-node {ranks}  # a Slurm job for {nodes} nodes"
+            f"torchtitan submit {config} --gpus-per-node {ranks}{time}  # a Slurm job for {nodes} "
+            "nodes"
         )
     else:
         steps.append(train if request.on_cpu else f"{train} --nproc-per-node {ranks}")

@@ -15,6 +15,7 @@ from torchtitan.utils.signals import (
     INTERRUPTED,
     STOP_SIGNALS,
     STOPPING,
+    leave_terminal,
     stop_signals,
 )
 
@@ -44,6 +45,7 @@ class StopHandler:
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, _: Any) -> None:
+        leave_terminal(number)
         if self.requested:
             if number == signal.SIGINT and time.monotonic() - self.since >= AGAIN_SECONDS:
                 self._end_at_once()

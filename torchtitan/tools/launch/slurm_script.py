@@ -3,6 +3,7 @@
 import argparse
 import math
 import shlex
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -130,7 +131,9 @@ def script(
     """
     fewest, most = size.nodes
     limit = f"%{options.at_most}" if options.at_most else ""
-    literal = str(folder).replace("%", "%%")  # a % in it is none of Slurm's patterns
+    here = has_slurm()
+    literal = str(folder.absolute() if here else folder)
+    literal = literal.replace("%", "%%")  # a % in it is none of Slurm's patterns
     settings = {
         "job-name": options.job_name,
         "output": f"{literal}/%x-%A_%a.log" if runs else None,
@@ -142,8 +145,10 @@ def script(
         "array": f"0-{len(runs) - 1}{limit}" if runs else None,
     }
     environment = {
-        "TORCHTITAN_ROOT": CHECKOUT,
-        "TORCHTITAN_PYTHON": None if CHECKOUT or options.container else sys.executable,
+        "TORCHTITAN_ROOT": CHECKOUT if here else None,
+        "TORCHTITAN_PYTHON": sys.executable
+        if here and not (CHECKOUT or options.container)
+        else None,
         "NGPU": size.ranks,
         "NNODES": f"{fewest}:{most}" if fewest < most else most,
         "CONTAINER": options.container,
@@ -169,11 +174,18 @@ def _quoted(settings: Mapping[str, object]) -> list[tuple[str, str]]:
     ]
 
 
+def has_slurm() -> bool:
+    """Whether this machine is one of a Slurm cluster. For another one, a script has no paths of
+    this machine.
+    """
+    return shutil.which("sbatch") is not None
+
+
 def _config_file(options: argparse.Namespace) -> str:
     file = find_config(options.config).resolve()
     # A container has its own installation, with the shipped files elsewhere.
     shipped = options.container and not CHECKOUT and file.is_relative_to(ASSETS)
-    return options.config if shipped else str(file)
+    return options.config if shipped or not has_slurm() else str(file)
 
 
 # ---- arrays

@@ -123,7 +123,7 @@ def _torchrun_options(options: argparse.Namespace) -> list[str]:
         f"--nnodes={fewest}:{most}",
         f"--nproc-per-node={options.nproc_per_node}",
         f"--max-restarts={options.max_restarts}",
-        "--signals-to-handle=SIGHUP,SIGQUIT",  # StopHandler handles the others
+        "--signals-to-handle=SIGQUIT",  # StopHandler handles the others
         *([f"--numa-binding={options.numa_binding}"] if options.numa_binding else []),
     ]
 

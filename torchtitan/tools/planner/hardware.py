@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -222,6 +223,13 @@ def find_hardware(name: str) -> Hardware:
             raise ConfigError([f"--hardware: {name} describes no hardware"])
         return next(iter(tables.values()))
     by_name = load_hardware()
+    if re.match("mps|xpu|tpu|apple|mac|m[1-9]", name.lower()):
+        raise ConfigError(
+            [
+                f"--hardware: {name} is not supported, only GPUs of NVIDIA and AMD are; "
+                "`--hardware cpu` computes on this machine's CPU"
+            ]
+        )
     if name not in by_name:
         matches = [other for other in by_name if other.startswith(name.lower())]
         hint = (
