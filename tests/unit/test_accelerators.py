@@ -2,18 +2,28 @@
 and what `torchtitan doctor` says of their state.
 """
 
+import socket
+from functools import partial
+
 import pytest
 
 from torchtitan.commands import doctor
+from torchtitan.config.rules import Facts, problems
+from torchtitan.config.sections.parallelism import Compile
+from torchtitan.config.sections.schema import Config
 from torchtitan.utils import accelerators
 from torchtitan.utils.accelerators import (
     Accelerators,
     NoDriver,
     count_gpus,
+    hardware_fault,
+    missing_for_kernels,
     query,
     read_accelerators,
+    refuse_unusable,
     visible_gpus,
 )
+from torchtitan.utils.device import current_device
 from torchtitan.utils.errors import UserError
 
 HEALTHY = {
@@ -139,11 +149,74 @@ def test_what_cuda_and_nvidia_smi_number_differently(monkeypatch):
 def test_doctor_reports_this_machine(install, monkeypatch, capsys):
     """A machine like this one: nvidia-smi is missing, or lists a GPU that torch can't use."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    refuse_unusable(8)
     assert doctor.main([]) == 0
     assert capsys.readouterr().out.startswith("This machine has no GPU (there is no nvidia-smi)")
     values = ", ".join(HEALTHY.values())
-    install(f"echo {values}")
+    install(f"case $1 in\n*uuid*) echo {values};;\n*) echo 0;;\nesac")
     monkeypatch.setattr("torch.version.cuda", None)
     assert read_accelerators().gpus == [HEALTHY]
-    with pytest.raises(UserError, match="is built for the CPU"):
-        doctor.main([])
+    for main in (partial(doctor.main, []), partial(refuse_unusable, 2), current_device):
+        with pytest.raises(UserError, match=r"is built for the CPU.*CUDA_VISIBLE_DEVICES= "):
+            main()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # asks for the CPU
+    assert current_device().type == "cpu"
+    text = "This machine has no GPU (CUDA_VISIBLE_DEVICES hides 1); torch "
+    assert str(read_accelerators()).startswith(text)
+
+
+def test_more_ranks_than_gpus(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    refuse_unusable(4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    for main in (partial(refuse_unusable, 8), current_device):
+        with pytest.raises(UserError, match="8 ranks on 4 visible GPUs; give at most 4, or"):
+            main()
+
+
+def test_other_vendors(tmp_path, install, monkeypatch):
+    """AMD's GPUs are counted; those that training can't use are named."""
+    for node, gpu in enumerate(("0", "21947", "1234")):  # the first is a CPU
+        (tmp_path / str(node)).mkdir()
+        (tmp_path / str(node) / "gpu_id").write_text(f"{gpu}\n")
+    monkeypatch.setattr(accelerators, "_AMD_NODES", tmp_path)
+    assert count_gpus() == 2
+    assert "GPUs that are not supported: AMD's, by torch without ROCm)" in str(read_accelerators())
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "1")
+    assert count_gpus() == 1
+    monkeypatch.setattr("torch.version.hip", "6.4")
+    monkeypatch.setattr("torch.xpu.is_available", lambda: True)
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: True)
+    assert "not supported: Apple's (mps), Intel's (xpu))" in str(read_accelerators())
+
+
+def test_a_broken_gpu_is_a_sentence(monkeypatch):
+    error = RuntimeError("CUDA error: uncorrectable ECC error encountered\nCompile with TORCH_USE")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    begins = f"GPU 5 of {socket.gethostname()} failed (uncorrectable ECC)."
+    assert hardware_fault(error, 1).startswith(begins)
+    for text in ("CUDA error: device-side assert triggered", "unknown error in a file"):
+        assert hardware_fault(RuntimeError(text), 1) is None
+
+
+def test_missing_compilers_and_headers(tmp_path, install, monkeypatch):
+    """The CPU needs a C++ compiler, a GPU a C compiler; both need Python's headers."""
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    problem = "no compiler (g++, or another by CXX)"
+    assert missing_for_kernels() == problem
+    config = Config(compile=Compile(enable=True))
+    facts = Facts(missing_for_kernels=problem)
+    message = (
+        f"compile.enable compiles kernels, and this machine has {problem}: install it, or set it "
+        "to false"
+    )
+    assert problems(config, facts) == [message]
+    assert problems(Config(compile=Compile(enable=True, backend="eager")), facts) == []
+    install("")
+    assert missing_for_kernels() == "no compiler (gcc or clang, or another by CC)"
+    monkeypatch.setenv("CC", "nvidia-smi")  # any program
+    assert missing_for_kernels() == ""
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path)})
+    assert missing_for_kernels().startswith("no headers of Python")

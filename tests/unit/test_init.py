@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from torchtitan.tools.launch.recipe import suggested_tokens
 from torchtitan.tools.launch.request import Choice, Request
 from torchtitan.tools.planner.hardware import find_hardware
 from torchtitan.train.preflight import preflight
+from torchtitan.utils.assets import CHECKOUT
 from torchtitan.utils.errors import ConfigError, UserError
 
 pytestmark = pytest.mark.usefixtures("init_folder")
@@ -164,13 +166,15 @@ def test_data_of_a_cluster(capsys):
 
 
 def test_several_nodes_get_a_job(capsys):
-    argv = ["--hardware=gb200", "--nodes=2", "--training.global_batch_size=4"]
-    assert main([DEBUG, "a", *SMALL, *argv]) == 0
+    argv = ["--hardware=gb200", "--nodes=2", "--training.global_batch_size=4", "--hours=1.51"]
+    assert main([DEBUG, "a", *SMALL[:-1], *argv]) == 0
     # a host of gb200 has 4 of its domain's 72
-    command = ["torchtitan", "submit", "a/train.toml", "--gpus-per-node", "4"]
+    command = ["torchtitan", "submit", "a/train.toml", "--gpus-per-node", "4", "--time", "1:31:00"]
     assert commands(capsys.readouterr().out)[-1] == command
     assert submit.main(command[2:]) == 0
-    assert "#SBATCH --nodes=2\n#SBATCH --gpus-per-node=4\n" in Path("train.sbatch").read_text()
+    script = Path("train.sbatch").read_text()
+    assert "#SBATCH --nodes=2\n#SBATCH --gpus-per-node=4\n#SBATCH --time=1:31:00\n" in script
+    assert not any(path in script for path in (str(Path.cwd()), str(CHECKOUT), sys.executable))
     with pytest.raises(UserError, match="don't fill nodes of 8"):
         main([DEBUG, "b", *SMALL, "--hardware=h100-sxm", "--devices=12"])
     assert not Path("b").exists()
@@ -352,6 +356,16 @@ def test_without_a_terminal_every_missing_flag_is_named():
     assert len(error.value.problems) == 5, "the advice is none"
     assert error.value.where == "on the command line"
     assert [path.name for path in Path().iterdir()] == ["cpu.toml"]
+
+
+@pytest.mark.parametrize("name", ["mps", "m3-max"])
+def test_apples_gpus_are_refused_alone(name):
+    with pytest.raises(ConfigError) as error:
+        main([DEBUG, "a", "--data=demo", f"--hardware={name}", "--hours=1"])
+    assert [*error.value.problems] == [
+        f"--hardware: {name} is not supported, only GPUs of NVIDIA and AMD are; `--hardware cpu` "
+        "computes on this machine's CPU"
+    ]
 
 
 def test_every_wrong_flag_is_named_at_once():

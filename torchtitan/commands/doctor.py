@@ -3,8 +3,8 @@
 DIR is the run's dump folder, or the folder in it (`comm.save_traces_folder`) where ranks write
 reports: when a collective times out, when a rank raises an exception, and on SIGUSR2.
 
-Without DIR: names, driver and versions, and what makes a GPU slow or unreliable. Exits with 1 if
-torch can't use the GPUs. `benchmarks/gpu/gpu.py` measures them.
+Without DIR: names, driver and versions, and what makes a GPU slow or unreliable. Fails if torch
+can't use the GPUs. `benchmarks/gpu/gpu.py` measures them.
 """
 
 import argparse

@@ -215,8 +215,6 @@ def _devices(
     Args:
         local: number of this machine's GPUs of a known kind.
     """
-    if hardware is None and options.hardware:
-        return None
     if options.nodes:
         per_node = hardware.devices_per_host if hardware else 1
         return options.nodes * (options.gpus_per_node or per_node)
@@ -225,6 +223,8 @@ def _devices(
         default = str(local or hardware.usual_devices or hardware.devices_per_host)
         if hardware.device == "cpu" and options.devices is None:
             return 1
+    if options.hardware and not (hardware or options.devices):
+        return None  # the hardware is wrong, which alone is reported
     return asker.value(
         "--devices N",
         options.devices,

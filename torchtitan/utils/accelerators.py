@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
-from torchtitan.utils.errors import UnusableGpuError, show_warnings
+from torchtitan.utils.errors import ConfigError, show_warnings
 from torchtitan.utils.wording import plural
 
 _SECONDS = 20
@@ -169,15 +169,15 @@ def hardware_fault(error: BaseException, ordinal: int) -> str | None:
         ordinal: number of the GPU in this process.
     """
     text = str(error)
-    if "CUDA" not in text.upper() or not any(words in text for words in _HARDWARE_FAULTS):
+    fault = next((words for words in _HARDWARE_FAULTS if words in text), None)
+    if fault is None or "CUDA" not in text.upper():
         return None
     entries = _visible_entries() or []
     name = entries[ordinal] if ordinal < len(entries) else ordinal
-    line = next(line for line in text.splitlines() if any(map(line.__contains__, _HARDWARE_FAULTS)))
     return (
-        f"GPU {name} of {socket.gethostname()} failed: {line.strip()}. On that machine `dmesg | "
-        "grep -i xid` shows the driver's reason, and `torchtitan doctor` counted memory errors "
-        "(ECC). Train without it until it is reset or replaced"
+        f"GPU {name} of {socket.gethostname()} failed ({fault}). On that machine `dmesg | grep -i "
+        "xid` shows the driver's reason, and `torchtitan doctor` counts memory errors (ECC). Train "
+        "without it until it is reset or replaced"
     )
 
 
@@ -189,15 +189,17 @@ def refuse_unusable(ranks: int) -> None:
         ranks: number of ranks on this machine.
 
     Raises:
-        UnusableGpuError: it can't, or the ranks are more than the GPUs.
+        ConfigError: it can't, or the ranks are more than the GPUs.
     """
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count and count < ranks:
-        raise UnusableGpuError(
-            f"--nproc-per-node: {ranks} ranks on {plural(count, 'visible GPU')}; give at most "
-            f"{count}, or compute on the CPU with CUDA_VISIBLE_DEVICES= (empty)"
+        raise ConfigError(
+            [
+                f"--nproc-per-node: {ranks} ranks on {plural(count, 'visible GPU')}; give at most "
+                f"{count}, or compute on the CPU with CUDA_VISIBLE_DEVICES= (empty)"
+            ]
         )
     if not count and _visible_entries() != []:
         read_accelerators().check()
@@ -222,7 +224,7 @@ class Accelerators:
     """torch's reason for using no GPU."""
     nccl: str = ""
     unused: str = ""
-    """Other accelerators, which torch can or could use."""
+    """Kinds of GPUs that training doesn't use."""
 
     def __str__(self) -> str:
         """A line about devices and versions."""
@@ -230,11 +232,9 @@ class Accelerators:
             reason = self.driver_error or "nvidia-smi lists none"
             if self.n_hidden:
                 reason = f"CUDA_VISIBLE_DEVICES hides {self.n_hidden}"
-            unused = f" {self.unused} is not supported." if self.unused else ""
-            return (
-                f"This machine has no GPU ({reason}); torch {self.torch} computes on the CPU."
-                f"{unused}"
-            )
+            if self.unused:
+                reason += f"; GPUs that are not supported: {self.unused}"
+            return f"This machine has no GPU ({reason}); torch {self.torch} computes on the CPU."
         kinds = ", ".join(f"{count} x {name}" for name, count in Counter(self.names).items())
         driver = f"driver {self.gpus[0]['driver_version']}, " if self.gpus else ""
         return f"{kinds}: {driver}CUDA {self.cuda}, NCCL {self.nccl}, torch {self.torch}."
@@ -243,11 +243,12 @@ class Accelerators:
         """Check that torch can use the GPUs of this machine, if it has any.
 
         Raises:
-            UnusableGpuError: it can't, with the reason.
+            ConfigError: it can't, with the reason.
         """
         if not self.names and (self.gpus or self.n_hidden):
-            raise UnusableGpuError(
-                f"{self._reason()}. To compute on the CPU, set CUDA_VISIBLE_DEVICES= (empty)"
+            reason = self._reason()
+            raise ConfigError(
+                [f"{reason}. To compute on the CPU, set CUDA_VISIBLE_DEVICES= (empty)"]
             )
 
     def _reason(self) -> str:
@@ -312,18 +313,6 @@ def _faults(gpu: Gpu) -> Iterator[str]:
         yield f"{name} has bad memory rows to replace: reset it (`nvidia-smi -r`)."
 
 
-def _unused_kinds() -> Iterator[str]:
-    """Kinds of accelerators that this machine has, and training doesn't use."""
-    import torch
-
-    if torch.backends.mps.is_available():
-        yield "Apple's GPU (mps), for which torch.distributed has no backend,"
-    if torch.xpu.is_available():
-        yield "Intel's GPU (xpu)"
-    if not torch.version.hip and (count := _count_amd_gpus()):
-        yield f"torch without ROCm on AMD's {plural(count, 'GPU')}"
-
-
 def read_accelerators() -> Accelerators:
     """Query the driver and torch."""
     import torch
@@ -343,6 +332,11 @@ def read_accelerators() -> Accelerators:
             torch.cuda.init()
         except (RuntimeError, AssertionError) as error:
             torch_error = str(error).strip().splitlines()[0]
+    others = {
+        "Apple's (mps)": torch.backends.mps.is_available(),
+        "Intel's (xpu)": torch.xpu.is_available(),
+        "AMD's, by torch without ROCm": not torch.version.hip and _count_amd_gpus(),
+    }
     return Accelerators(
         gpus=gpus,
         n_hidden=n_hidden,
@@ -352,5 +346,5 @@ def read_accelerators() -> Accelerators:
         names=[torch.cuda.get_device_name(ordinal) for ordinal in range(usable)],
         torch_error=torch_error,
         nccl=".".join(map(str, torch.cuda.nccl.version())) if usable else "",
-        unused=" or ".join(_unused_kinds()),
+        unused=", ".join(name for name, is_here in others.items() if is_here),
     )

@@ -60,10 +60,6 @@ class ConfigError(UserError):
         return lines
 
 
-class UnusableGpuError(UserError):
-    """torch can't use the GPUs of a machine, or they are too few."""
-
-
 class NonFiniteError(UserError):
     """The loss or gradient became NaN or infinite with `training.on_nonfinite = "stop"`."""
 

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO, cast
+from typing import Any, TextIO, cast
 
 from torchtitan.utils.errors import (
     DEBUG_ENV,
@@ -21,7 +21,6 @@ from torchtitan.utils.errors import (
     GuardError,
     HangError,
     NonFiniteError,
-    UnusableGpuError,
     UserError,
     error_text,
     failure_of,
@@ -44,54 +43,41 @@ ranks at the first exit.
 """
 
 
-class Task(NamedTuple):
-    """A process of several that were started together."""
-
-    starter: str
-    """The program that started them."""
-    count_key: str
-    """Environment variable with their number."""
-    rank_key: str
-    """Environment variable with the number of this process."""
-
-    @property
-    def size(self) -> int:
-        """Number of processes; 1 without the variable."""
-        count = os.environ.get(self.count_key, "").rpartition(":")[2]  # of MIN:MAX
-        return int(count) if _is_number(count) else 1
-
-
-_RANKED = Task("torchrun or an operator of pods", "WORLD_SIZE", "RANK")
-_TASKS = (
-    Task("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
-    Task("mpirun", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
-    Task("jsrun", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"),
-    Task("flux", "FLUX_JOB_SIZE", "FLUX_TASK_RANK"),
-    Task("an operator of pods", "PET_NNODES", "PET_NODE_RANK"),
+_STARTERS = (
+    ("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("mpirun", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
+    ("jsrun", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"),
+    ("flux", "FLUX_JOB_SIZE", "FLUX_TASK_RANK"),
+    ("an operator of pods", "PET_NNODES", "PET_NODE_RANK"),
 )
+"""Programs that start several tasks, and variables with their number and each one's rank."""
 
 
-def _tasks() -> Iterator[Task]:
-    """What may have started this process; who runs in a task of another comes first."""
+def _starters() -> Iterator[tuple[str, str, str]]:
+    """Possible starters of this process, as in `_STARTERS`, the innermost first."""
     environ = os.environ
     if "RANK" in environ or "WORLD_SIZE" in environ:
-        yield _RANKED
+        yield "torchrun or an operator of pods", "WORLD_SIZE", "RANK"
         return
-    yield from _TASKS
+    yield from _STARTERS
     if "SLURM_PTY_PORT" in environ and environ.get("SLURM_PROCID") == "0":
         return  # an interactive shell of srun, whose other tasks have ended
     # Only srun sets the first, and numbers its tasks. A shell of salloc isn't numbered, and the
     # script of a batch job is one process, even if the job has several tasks.
     if "SLURM_STEP_NUM_TASKS" in environ:
-        yield Task("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
+        yield "srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"
     elif "SLURM_PROCID" in environ and environ.get("ENVIRONMENT") != "BATCH":
-        yield Task("srun", "SLURM_NTASKS", "SLURM_PROCID")
-    yield Task("mpirun", "PMI_SIZE", "PMI_RANK")
+        yield "srun", "SLURM_NTASKS", "SLURM_PROCID"
+    yield "mpirun", "PMI_SIZE", "PMI_RANK"
 
 
-def _this_task() -> Task | None:
-    """What makes this process one of several; None if it is alone."""
-    return next((task for task in _tasks() if task.size > 1), None)
+def _starter() -> tuple[str, str, str] | None:
+    """What has started this process and others; None if it is alone."""
+    for starter in _starters():
+        count = os.environ.get(starter[1], "").rpartition(":")[2]  # of MIN:MAX
+        if _is_number(count) and int(count) > 1:
+            return starter
+    return None
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -116,21 +102,22 @@ def refuse_several_tasks() -> None:
     Raises:
         ConfigError: several of these processes have been started.
     """
-    task = _this_task()
-    if task is None:
+    starter = _starter()
+    if starter is None:
         return
+    name, count_key, rank_key = starter
+    count = os.environ[count_key]
     address, port = (os.environ.get(f"MASTER_{key}", key) for key in ("ADDR", "PORT"))
-    nodes = task.size if "operator" in task.starter else "NODES"
     as_rank = "train as this rank by `python -m torchtitan.train --config FILE`, or "
     raise ConfigError(
         [
-            f"{task.starter} has started {task.size} tasks ({task.count_key}), and each would do "
-            "all of the work alone, in the same folder. Run it once. To train, "
-            f"{as_rank if task is _RANKED else ''}start one launcher per node (with srun, "
+            f"{name} has started {count} tasks ({count_key}), and each would do all of the work "
+            "alone, in the same folder. Run it once. To train, "
+            f"{as_rank if rank_key == 'RANK' else ''}start one launcher per node (with srun, "
             "`--ntasks-per-node=1`): `torchtitan train CONFIG --nproc-per-node N`, on several "
-            f"nodes with RDZV_SECRET and `--nnodes {nodes} --rdzv-endpoint {address}:{port}`, as "
-            f"in a job of `torchtitan submit`. If this process is the only one, start it by `env "
-            f"-u {task.count_key} -u {task.rank_key}`"
+            f"nodes with RDZV_SECRET and `--nnodes {count if 'operator' in name else 'NODES'} "
+            f"--rdzv-endpoint {address}:{port}`, as in a job of `torchtitan submit`. If this "
+            f"process is the only one, start it by `env -u {count_key} -u {rank_key}`"
         ]
     )
 
@@ -142,8 +129,8 @@ def first_of_node() -> bool:
 
 def reporting_rank() -> int:
     """This process's number, to decide which process reports an error; 0 if it has none."""
-    task = _this_task()
-    rank = os.environ.get(task.rank_key, "") if task else ""
+    starter = _starter()
+    rank = os.environ.get(starter[2], "") if starter else ""
     return int(rank) if _is_number(rank) else 0
 
 
@@ -199,8 +186,8 @@ def _run_main(main: Callable[[list[str]], int | None], argv: list[str], rank: in
         if isinstance(error.__cause__, BrokenPipeError) and _nobody_reads():
             return 128 + signal.SIGPIPE
         reports = rank == 0 or not isinstance(error, _ON_ALL_RANKS)
-        if isinstance(error, UnusableGpuError):
-            reports = first_of_node()
+        if isinstance(error, ConfigError) and os.environ.get("LOCAL_RANK") == "0":
+            reports = True  # only this node may have it
         if reports:
             report(error)
         tell_torchrun(error_text(error), wait=not reports)
