@@ -209,13 +209,13 @@ def test_missing_compilers_and_headers(tmp_path, install, monkeypatch):
     config = Config(compile=Compile(enable=True))
     facts = Facts(missing_for_kernels=problem)
     message = (
-        f"compile.enable compiles kernels, and this machine has {problem}: install it, or set it "
-        "to false"
+        f"compile.enable: this machine has {problem}, which compiled kernels need; install it, or "
+        "set the key to its default"
     )
     assert problems(config, facts) == [message]
     assert problems(Config(compile=Compile(enable=True, backend="eager")), facts) == []
     install("")
-    assert missing_for_kernels() == "no compiler (gcc or clang, or another by CC)"
+    assert missing_for_kernels() == "no compiler (gcc clang, or another by CC)"
     monkeypatch.setenv("CC", "nvidia-smi")  # any program
     assert missing_for_kernels() == ""
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path)})

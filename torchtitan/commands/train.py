@@ -283,12 +283,6 @@ def main(argv: list[str]) -> int:
         config = check(config_argv, options.nnodes, options.nproc_per_node)
         if not alone:
             refuse_unusable(options.nproc_per_node)  # imports torch
-    # Growing one segment loses less memory to fragmentation than many segments; the planner assumes
-    # it.
-    if not os.environ.get("PYTORCH_ALLOC_CONF"):
-        os.environ["PYTORCH_ALLOC_CONF"] = (
-            os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "expandable_segments:True"
-        )
     if alone:
         try:
             return train(config_argv)

@@ -39,6 +39,12 @@ def main(argv: list[str]) -> int:
     if os.environ.get(DEBUG_ENV) != "1":
         # Else torch prints C++ stacks on every rank when one dies.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # Growing one segment loses less memory to fragmentation than many segments; the planner assumes
+    # it.
+    if not os.environ.get("PYTORCH_ALLOC_CONF"):
+        os.environ["PYTORCH_ALLOC_CONF"] = (
+            os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "expandable_segments:True"
+        )
     rank, world = rank_and_world()
     # The launcher may restart this rank, so a stop is possible before training.
     stop = StopRequest(lambda: os._exit(_report_stop(rank, "before the first step")))

@@ -6,7 +6,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -149,17 +148,12 @@ def _count_amd_gpus() -> int:
 
 def missing_for_kernels() -> str:
     """What this machine lacks to compile kernels, for its GPU or else its CPU; empty if nothing."""
-    has_gpu = shutil.which("nvidia-smi") or _AMD_NODES.exists()
-    variable, names = (
-        ("CC", ["gcc", "clang"])
-        if has_gpu and _visible_entries() != []
-        else ("CXX", ["clang++" if sys.platform == "darwin" else "g++"])
-    )
-    names = [os.environ[variable]] if variable in os.environ else names
-    if not any(map(shutil.which, names)):
-        return f"no compiler ({' or '.join(names)}, or another by {variable})"
+    variable, default = ("CC", "gcc clang") if shutil.which("nvidia-smi") else ("CXX", "g++")
+    compilers = os.environ.get(variable, default)
+    if not any(map(shutil.which, compilers.split())):
+        return f"no compiler ({compilers}, or another by {variable})"
     headers = Path(sysconfig.get_paths()["include"], "Python.h")
-    return "" if headers.exists() else f"no headers of Python ({headers}; as in python3-dev)"
+    return "" if headers.exists() else f"no headers of Python ({headers}, as in python3-dev)"
 
 
 def hardware_fault(error: BaseException, ordinal: int) -> str | None:

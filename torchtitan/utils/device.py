@@ -15,8 +15,6 @@ from torchtitan.utils.accelerators import refuse_unusable
 
 _M_TRIM_THRESHOLD = -1  # malloc.h
 _M_MMAP_THRESHOLD = -3
-_BF16_UNITS = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 BF16", "bf16": "Arm's BF16 extension"}
-"""Names in Linux's list of a CPU's features, the fastest first."""
 
 
 def device_type() -> str:
@@ -127,19 +125,6 @@ def device_syncs(report: bool) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def bf16_units(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
-    """The CPU's units that multiply bf16; empty if it has none, None if unknown (not Linux).
-
-    bf16 may still be slower than fp32: with AVX-512 BF16 it is on Intel's CPUs, not on AMD's.
-    """
-    try:
-        lines = cpuinfo.read_text().splitlines()
-    except OSError:
-        return None
-    features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return next((name for flag, name in _BF16_UNITS.items() if flag in features.split()), "")
-
-
 def fastest(work: Callable[[], object], seconds: float = 0.0) -> float:
     """Seconds of the fastest call, since other processes may use the CPU.
 
@@ -168,14 +153,11 @@ def describe_cpu_precision(dtype: str) -> str | None:
     """
     if dtype == "float32":
         return None
-    units = bf16_units()
-    how = f" with {units}" if units else " without units for it"
-    how = "" if units is None else how
     gain = cpu_product_rate(dtype) / cpu_product_rate("float32")
     if gain >= 1:
-        return f"Computing in {dtype}{how}: products are {gain:.1f} times as fast as in float32"
+        return f"Computing in {dtype}: products are {gain:.1f} times as fast as in float32"
     return (
-        f"Computing in {dtype}{how}: products take {1 / gain:.1f} times as long as in float32; "
+        f"Computing in {dtype}: products take {1 / gain:.1f} times as long as in float32; "
         'set training.mixed_precision_param = "float32"'
     )
 

@@ -107,15 +107,13 @@ def compiler_is_known(config: Config, facts: Facts) -> str | None:
 @rule("compile.enable", "compile.backend", "model.delta_rule", needs=["missing_for_kernels"])
 def kernels_can_be_compiled(config: Config, facts: Facts) -> str | None:
     """torch would fail only in the first step."""
-    inductor = config.compile.enable and config.compile.backend == "inductor"
-    if not facts.missing_for_kernels or not (inductor or config.model.delta_rule == "fla"):
+    compiles = config.compile.enable and config.compile.backend == "inductor"
+    if not facts.missing_for_kernels or not (compiles or config.model.delta_rule == "fla"):
         return None
-    setting, off = (
-        ("compile.enable", "false") if inductor else ('model.delta_rule: "fla"', '"torch"')
-    )
+    key = "compile.enable" if compiles else "model.delta_rule"
     return (
-        f"{setting} compiles kernels, and this machine has {facts.missing_for_kernels}: install "
-        f"it, or set it to {off}"
+        f"{key}: this machine has {facts.missing_for_kernels}, which compiled kernels need; "
+        "install it, or set the key to its default"
     )
 
 
