@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torchtitan.config.sections.schema import Comm
 from torchtitan.parallel import agree, groups
 from torchtitan.utils.distributed_compat import store_of_this_attempt
-from torchtitan.utils.errors import CheckpointError, DamageError
+from torchtitan.utils.errors import CheckpointError, ConfigError, DamageError
 
 
 def agreed():
@@ -94,12 +94,27 @@ def test_rank_0_answers_many_ranks_by_few_requests(monkeypatch):
     assert asked == [3] * (world - 1)
 
 
+def test_what_a_process_lacks_to_connect(monkeypatch):
+    """torch's own errors would be tracebacks."""
+    monkeypatch.setattr(groups.psutil, "net_if_addrs", lambda: {"lo": [], "eth0": []})
+    rank = {"WORLD_SIZE": "4", "MASTER_ADDR": "node0"}
+    for environment, message in (
+        ({}, "its loopback interface, which is down: `ip link set lo up` as root, or name another"),
+        (rank, "WORLD_SIZE=4 without MASTER_PORT, RANK: torchrun sets all, or unset it"),
+    ):
+        monkeypatch.setattr(os, "environ", environment)
+        with pytest.raises(ConfigError, match=message):
+            groups.init_distributed(Comm(), torch.device("cpu"))
+
+
 def test_rank_0_answers_until_all_ranks_are_there(monkeypatch):
     """Without it, rank 0 could go on: pairs that connect later don't wait for late ranks."""
     calls = mock.Mock()
     environment = {
         "RANK": "0",
         "WORLD_SIZE": "128",
+        "MASTER_ADDR": "node0",
+        "MASTER_PORT": "29500",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_MAX_RESTARTS": "3",
         "TORCH_GLOO_LAZY_INIT": "1",
