@@ -3,6 +3,7 @@ need, and their faults. Only `refuse_unusable` and `read_accelerators` import to
 """
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -31,11 +32,12 @@ _VISIBLE_ENV = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEV
 """Variables that select GPUs; torch's build for AMD reads all of them."""
 _AMD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
 """AMD's driver lists the machine's GPUs and CPUs here."""
-_HARDWARE_FAULTS = (
-    *("uncorrectable ECC", "unspecified launch failure", "unknown error", "hardware"),
-    *("fallen off the bus", "GPU is lost", "NVLink", "nvlink", "illegal instruction"),
+_HARDWARE_FAULT = re.compile(
+    "(CUDA error|Cuda failure|HIP error).*(uncorrectable ECC|unspecified launch failure|unknown "
+    "error|hardware|fallen off the bus|GPU is lost|NVLink)",
+    re.IGNORECASE,
 )
-"""Words of CUDA's errors behind which the driver's log has an Xid of a broken GPU or link."""
+"""An error for which the driver's log has an Xid, of a broken GPU or link."""
 Gpu = Mapping[str, str]
 """A GPU's values by field of `nvidia-smi --help-query-gpu`; `[N/A]` if not supported."""
 
@@ -162,16 +164,15 @@ def hardware_fault(error: BaseException, ordinal: int) -> str | None:
     Args:
         ordinal: number of the GPU in this process.
     """
-    text = str(error)
-    fault = next((words for words in _HARDWARE_FAULTS if words in text), None)
-    if fault is None or "CUDA" not in text.upper():
+    fault = _HARDWARE_FAULT.search(str(error))
+    if fault is None:
         return None
     entries = _visible_entries() or []
     name = entries[ordinal] if ordinal < len(entries) else ordinal
     return (
-        f"GPU {name} of {socket.gethostname()} failed ({fault}). On that machine `dmesg | grep -i "
-        "xid` shows the driver's reason, and `torchtitan doctor` counts memory errors (ECC). Train "
-        "without it until it is reset or replaced"
+        f"GPU {name} of {socket.gethostname()} failed ({fault[2]}). On that machine `dmesg | grep "
+        "-i xid` shows the driver's reason, and `torchtitan doctor` counts memory errors (ECC). "
+        "Train without it until it is reset or replaced"
     )
 
 
