@@ -113,6 +113,9 @@ def index(content):
     )
 
 
+POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 12345\n"
+
+
 class Gadget:
     def __reduce__(self):
         return os.system, ("touch ran",)
@@ -150,9 +153,13 @@ WEIGHTS = {
     "huge shape": (entry(shape=[2**40, 2**40]), "model.safetensors is damaged"),
     "integers": (entry(dtype="I32"), f"{LAST} has dtype I32, must be one of F64"),
     "shards": (header(lambda names: names.update(SHARDS)), "consolidate them into whole tensors"),
-    "zeros": (linked("model.safetensors", "/dev/zero"), "model.safetensors is not a regular file"),
-    "dangling": (linked("model.safetensors", "nowhere"), "model.safetensors is missing"),
-    "pipe": (pipe("model.safetensors"), "model.safetensors is not a regular file"),
+    "zeros": (linked("model.safetensors", "/dev/zero"), "model.safetensors: not a regular file"),
+    "dangling": (linked("model.safetensors", "nowhere"), "model.safetensors: No such file"),
+    "pipe": (pipe("model.safetensors"), "model.safetensors: not a regular file"),
+    "pointer": (
+        text("model.safetensors", POINTER),
+        "model.safetensors: a pointer of git-lfs, not the file: run `git lfs pull`",
+    ),
     "pickles": (
         pickled,
         "pytorch_model.bin: a pickle, which runs code when it is read. If you trust it, convert it",

@@ -94,7 +94,7 @@ DAMAGED = {
         lambda d: write(d / "x.csv", "id,text\n1,a\n2,b,c\n"),
         "x.csv: not a CSV file .*Expected 2 fields in line 3, saw 3",
     ),
-    "two columns, Arrow": (two_texts, "x.arrow: not an Arrow file .*exists 2 times"),
+    "two columns, Arrow": (two_texts, "x.arrow: has 2 columns 'text'; the one of the text must"),
     "cut Arrow file": (
         cut(FORMS["Arrow file"], -30),
         "x.arrow: not an Arrow file .damaged or cut off",

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.corpora import TOKENIZER, loader
+from tests.damaged_models import POINTER
 from torchtitan.commands import tokenize
 from torchtitan.data.encode.tokenizer import LONG
 from torchtitan.data.read.documents import LocalDocuments
@@ -19,6 +20,9 @@ from torchtitan.data.read.opening import DataError, FileStamp, open_plain
 from torchtitan.data.read.records import read_records
 from torchtitan.data.tokens.token_files import write_token_file
 from torchtitan.utils.errors import UserError
+
+
+SENTENCE = "is a pointer of git-lfs, not the file: run `git lfs pull` in its repository"
 
 
 def texts(seed, count=20):
@@ -65,6 +69,17 @@ def test_what_cannot_be_read_is_one_sentence_at_once(tmp_path, monkeypatch, kind
         loader(tmp_path / named)
     assert str(error.value).startswith("training.dataset_path: ")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv", "a.parquet", "a.arrow", "a.bin"])
+def test_a_pointer_of_git_lfs_is_named(tmp_path, name):
+    """Also where its description was fetched."""
+    (tmp_path / name).write_text(POINTER)
+    if name == "a.bin":
+        description = {"dtype": "uint16", "tokens": 9, "tokenizer": TOKENIZER.fingerprint}
+        (tmp_path / "a.json").write_text(json.dumps(description))
+    with pytest.raises(UserError, match=rf"^training.dataset_path: \S+{name} {SENTENCE}$"):
+        loader(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["a.bin", "a.json"])

@@ -1,5 +1,6 @@
 """Formats of local files and token files: the same rows in each."""
 
+import json
 import random
 import re
 import tracemalloc
@@ -16,6 +17,7 @@ from torchtitan.commands import tokenize
 from torchtitan.config import resolve
 from torchtitan.data.read.documents import LocalDocuments
 from torchtitan.data.read.records import read_records
+from torchtitan.data.read.streams import open_stream
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError, UserError
 
@@ -85,6 +87,25 @@ def test_bad_values_of_parquet(tmp_path):
         assert documents.skip_counts == {"null text": 1, "not UTF-8": 2}
     with pytest.raises(UserError, match=r"row 2: column 'text' is null"):
         read(path)
+
+
+@pytest.mark.parametrize("form", ["arrow", "parquet", "stream"])
+def test_a_column_declared_to_hold_images_opens_nothing(tmp_path, form):
+    """The library `datasets` opens what such a column names, or lacks Pillow."""
+    declared = {"info": {"features": {"text": {"_type": "Image"}}}}
+    struct = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    image = {"bytes": None, "path": "/nonexistent/x.png"}
+    column = pa.table({"text": pa.array([image], struct)})
+    content = column.replace_schema_metadata({"huggingface": json.dumps(declared)})
+    if form == "arrow":
+        pyarrow.feather.write_feather(content, str(tmp_path / "x.arrow"))
+    else:
+        pq.write_table(content, tmp_path / "x.parquet")
+    if form == "stream":
+        assert list(open_stream(str(tmp_path), "training")) == [{"text": image}]
+        return
+    with pytest.raises(UserError, match="row 1: column 'text' holds dict, not text"):
+        read(tmp_path)
 
 
 def test_few_rows_of_parquet_are_held(tmp_path, monkeypatch):

@@ -8,7 +8,17 @@ import shutil
 
 import pytest
 
-from tests.damaged_models import CONFIG, CONFIGS, DEEP, EXPERTS, WEIGHTS, linked, text, write_model
+from tests.damaged_models import (
+    CONFIG,
+    CONFIGS,
+    DEEP,
+    EXPERTS,
+    POINTER,
+    WEIGHTS,
+    linked,
+    text,
+    write_model,
+)
 from torchtitan.checkpoint.hf.weights import load_hf
 from torchtitan.commands import ckpt, generate
 from torchtitan.data.encode.tokenizer import build_tokenizer
@@ -119,6 +129,7 @@ def settings(**values):
 
 TOKENIZERS = {
     "not UTF-8": (text("tokenizer.json", b"\xff" * 99), "tokenizer.json is not a tokenizer"),
+    "pointer": (text("tokenizer.json", POINTER), "tokenizer.json: a pointer of git-lfs, not the"),
     "zeros": (linked("tokenizer.json", "/dev/zero"), "holds no tokenizer"),
     "no entries": (
         tokens(lambda t: t.update(added_tokens=[], model=t["model"] | {"vocab": {}, "merges": []})),

@@ -19,6 +19,9 @@ _PIECE = 2**20
 """Number of bytes to read at once."""
 _STALE_SECONDS = 3600
 """Age from which a temporary file is abandoned."""
+_POINTER = b"version https://git-lfs.github.com/spec/v1\n"
+_POINTER_BYTES = 1024
+"""A pointer is smaller, by git-lfs's specification."""
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -98,8 +101,7 @@ def open_regular(path: Path, *, links: bool = False, buffered: bool = True) -> I
         buffered: read ahead; remote storage always does.
 
     Raises:
-        OSError: it can't be opened, or is a folder, pipe or device, or a symbolic link without
-        `links`.
+        OSError: see `regular_handle`.
     """
     if is_remote(path):
         return path.open("rb")
@@ -111,17 +113,26 @@ def regular_handle(path: str | Path, *, links: bool = False) -> int:
     """The descriptor of a regular file, opened to read it; see `open_regular`.
 
     Raises:
-        OSError: it can't be opened, or is a folder, pipe or device, or a symbolic link without
-        `links`.
+        OSError: it can't be opened, or is a folder, pipe or device, a symbolic link without
+        `links`, or a pointer that git-lfs left in place of a file.
     """
     if not links and os.path.islink(path):
         raise OSError(errno.ELOOP, "is a symbolic link", str(path))
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
     handle = os.open(path, flags if links else flags | os.O_NOFOLLOW)
-    kind = stat.S_IFMT(os.fstat(handle).st_mode)
-    if kind == stat.S_IFREG:
+    status = os.fstat(handle)
+    kind = stat.S_IFMT(status.st_mode)
+    is_pointer = (
+        kind == stat.S_IFREG
+        and status.st_size < _POINTER_BYTES
+        and os.pread(handle, len(_POINTER), 0) == _POINTER
+    )
+    if kind == stat.S_IFREG and not is_pointer:
         return handle
     os.close(handle)
+    if is_pointer:
+        problem = "a pointer of git-lfs, not the file: run `git lfs pull` in its repository"
+        raise OSError(errno.ENODATA, problem, str(path))
     if kind == stat.S_IFDIR:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     raise OSError(errno.EINVAL, "not a regular file", str(path))

@@ -4,6 +4,7 @@ The folder may come from anyone: only regular files are opened, and nothing is u
 library `safetensors` checks the headers.
 """
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -44,6 +45,7 @@ from torchtitan.models.hf.quantization import (
 )
 from torchtitan.models.hf_names import HFNames, HFSlice, hf_slices, is_stack
 from torchtitan.utils.errors import CheckpointError
+from torchtitan.utils.files import regular_handle
 from torchtitan.utils.formats import read_json_object
 
 _WHOLE = "model.safetensors"
@@ -64,7 +66,7 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
         config = read_json_object(folder / "config.json")
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{folder} is not the folder of a Hugging Face model: config.json: {error}; "
+            f"{folder} is not the folder of a Hugging Face model: {error}; "
             "download one, for example with scripts/download_hf_assets.py of the repository"
         ) from None
     _weight_files(folder)
@@ -357,11 +359,12 @@ def _read_header(file: Path) -> dict[str, FileTensor]:
     """The tensors of a file.
 
     Raises:
-        CheckpointError: it is not a regular file, or damaged.
+        CheckpointError: it is not a regular file, a pointer of git-lfs, or damaged.
     """
-    if not file.is_file():
-        problem = "is not a regular file" if file.exists() else "is missing"
-        raise CheckpointError(f"{file} {problem}")
+    try:
+        os.close(regular_handle(file, links=True))
+    except OSError as error:
+        raise CheckpointError(f"{file}: {error.strerror}") from None
     try:
         with safe_open(file, framework="pt") as content:
             if "DCP_SHARDING_INFO" in (content.metadata() or {}):

@@ -2,6 +2,7 @@
 Mistral's `tekken.json`, or a registered one. Imports no torch.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from torchtitan.data.encode.sentencepiece_files import SentencePieceTokenizer, i
 from torchtitan.data.encode.tiktoken_files import TiktokenTokenizer
 from torchtitan.utils.assets import find_asset
 from torchtitan.utils.errors import UserError
+from torchtitan.utils.files import regular_handle
 from torchtitan.utils.limits import TOKEN_IDS
 
 __all__ = [
@@ -102,6 +104,10 @@ def build_tokenizer(
 
 
 def _open(file: Path, end_of_document: str | None) -> Tokenizer:
+    try:
+        os.close(regular_handle(file, links=True))
+    except OSError as error:
+        raise UserError(f"model.hf_assets_path: {file}: {error.strerror}") from None
     if file.suffix == ".json" and file.name != "tekken.json":
         return HuggingFaceTokenizer(file, end_of_document)
     if is_sentencepiece(file):

@@ -179,13 +179,15 @@ def data_handle(path: str | Path, stamp: FileStamp | None = None) -> int:
 
     Raises:
         OSError: it can't be opened.
-        DataError: it is not a regular file, or has changed since `stamp`.
+        DataError: it is not a regular file, a pointer of git-lfs, or has changed since `stamp`.
     """
     try:
         handle = regular_handle(path, links=True)
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.ENXIO):  # ENXIO: a socket
             raise DataError(f"{path} {_NOT_REGULAR}") from None
+        if error.errno == errno.ENODATA:
+            raise DataError(f"{path} is {error.strerror}") from None
         raise
     try:
         if stamp is not None:
@@ -341,9 +343,10 @@ class FilePool:
                 raise changed_error(path)
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        # A default, as modules may be gone when the interpreter exits.
         for handle, _ in self._open.values():
-            os.close(handle)
+            close(handle)
 
 
 def _times(handle: int) -> tuple[int, int]:

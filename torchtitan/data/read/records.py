@@ -5,9 +5,8 @@
     decode(content, column)     ->  the text, or the conversation as a text (`chat.py`); raises
                                     `BadDocument`, with the kind of its fault
 
-JSON lines, plain text and Parquet are read here; a JSON array is parsed as a whole, and CSV and
-Arrow are read by the library `datasets` (`tables.py`). Only one column is read. One process may
-find the records and others decode them.
+A JSON array is parsed as a whole; `tables.py` reads Parquet, Arrow and CSV. Only one column is
+read. One process may find the records and others decode them.
 """
 
 import json
@@ -24,7 +23,7 @@ from torchtitan.data.read.opening import (
     is_damage,
     open_plain,
 )
-from torchtitan.data.read.tables import no_column_error, parquet_rows, rows_by_datasets
+from torchtitan.data.read.tables import arrow_rows, csv_rows, no_column_error, parquet_rows
 from torchtitan.utils.files import BOM
 from torchtitan.utils.limits import RECORD_BYTES
 
@@ -116,12 +115,11 @@ def read_records(
             "compressed inside"
         )
     report = advance or (lambda size: None)
-    in_sequence = kind in ("json", "array", "text")
     number = 0
     try:
-        with open_plain(file, report if in_sequence else None, stamp) as plain:
+        with open_plain(file, None if kind == "parquet" else report, stamp) as plain:
             try:
-                for record in _records(plain, file, kind, column, report=report):
+                for record in _records(plain, kind, column, report=report):
                     number = record.number
                     yield record
             except BadDocument as error:
@@ -136,7 +134,7 @@ def read_records(
 
 
 def _records(
-    plain: IO[bytes], file: Path, kind: Kind, column: str, report: Callable[[int], None]
+    plain: IO[bytes], kind: Kind, column: str, report: Callable[[int], None]
 ) -> Iterator[FileRecord]:
     if kind == "json":
         yield from _lines(plain)
@@ -146,9 +144,10 @@ def _records(
         yield from _text(plain)
     elif kind == "parquet":
         yield from _numbered(parquet_rows(plain, column, report))
+    elif kind == "arrow":
+        yield from _numbered(arrow_rows(plain, column))
     else:
-        yield from _numbered(rows_by_datasets(file, kind, column))
-        report(file.stat().st_size)
+        yield from _numbered(csv_rows(plain, "," if kind == "csv" else "\t", column))
 
 
 def _numbered(rows: Iterable[Any]) -> Iterator[FileRecord]:

@@ -10,7 +10,6 @@ from torchtitan.data.read.documents import OnBad
 from torchtitan.data.read.opening import BadDocument, DataError, Retry
 from torchtitan.data.read.positions import StreamPosition, json_fault
 from torchtitan.data.read.records import SKIP_ADVICE, Conversations, decode
-from torchtitan.data.read.tables import import_datasets
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.logging import logger
 
@@ -43,7 +42,10 @@ def open_stream(dataset: str, section: str, text_column: str = "text") -> Stream
     """
     if problem := unknown_dataset(dataset):
         raise UserError(f"{section}.dataset: {problem}")
-    datasets = import_datasets()
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
     if dataset in SHORT_NAMES:
         path, name, split = SHORT_NAMES[dataset]
     else:
@@ -53,7 +55,9 @@ def open_stream(dataset: str, section: str, text_column: str = "text") -> Stream
         builder = datasets.load_dataset_builder(path, name or None)
         if getattr(builder.config, "columns", 0) is None:  # Parquet: skip the others' bytes
             builder.config.columns = [text_column]
-        return builder.as_streaming_dataset(split=split or "train")
+        stream = builder.as_streaming_dataset(split=split or "train")
+        # A column declared to hold images would be fetched from the addresses in it.
+        return stream.decode(False) if stream.features else stream
     except DataError as error:
         raise UserError(f"{section}.dataset: {error}") from None
     except Exception as error:

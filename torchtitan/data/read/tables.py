@@ -2,26 +2,24 @@
 
     parquet_rows(file, column)  ->  {column: value}, ...
 
-Strings of Parquet are bytes, because Arrow doesn't check UTF-8 (`records.decode` does). CSV and
-Arrow are read by the library `datasets`. At most a batch of rows is held.
+Strings of Parquet and Arrow are bytes, because Arrow doesn't check UTF-8 (`records.decode` does). At
+most a batch of rows is held.
 """
 
-import shutil
-import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from types import ModuleType
 from typing import IO, Any
 
-from torchtitan.data.read.opening import BadDocument, DataError, is_compressed, open_plain
+from torchtitan.data.read.opening import BadDocument, DataError
 
 _BUFFER = 2**20
 _BATCH_ROWS = 256
 """Number of rows that are read at once."""
 _BATCH_BYTES = 16 * 2**20
 """Bytes of these rows, estimated by the mean of their row group; at least one row is read."""
+_ARROW_FILE = b"ARROW1"
+"""Beginning of Arrow's file format."""
 _CONTENT_ERRORS = (OSError, ValueError, RuntimeError, LookupError, TypeError, Warning)
 """Errors that the libraries raise about contents."""
 
@@ -49,13 +47,18 @@ def parquet_rows(file: IO[bytes], column: str, advance: Callable[[int], None]) -
             for batch in table.iter_batches(
                 rows, row_groups=[group], columns=[column], use_threads=False
             ):
-                # `columns` also selects `text` in a struct `meta` for "meta.text".
-                values = _as_binary(batch.column(_index(batch.schema, column)))
-                for value in values.to_pylist():
-                    yield {column: value}
+                yield from _rows(batch, column)
                 end = max(bytes_read, file.tell())
                 advance(end - bytes_read)
                 bytes_read = end
+
+
+def _rows(batch: Any, column: str) -> Iterator[Any]:
+    # Selecting the column "meta.text" also selects `text` in a struct `meta`.
+    values = batch.column(_index(batch.schema, column))
+    for start in range(0, len(values), _BATCH_ROWS):
+        for value in _as_binary(values.slice(start, _BATCH_ROWS)).to_pylist():
+            yield {column: value}
 
 
 def _rows_at_once(group: Any, column: str) -> int:
@@ -114,64 +117,59 @@ def _damage_reported(what: str) -> Iterator[None]:
         raise DataError(f"not {what} (damaged or cut off?): {reason[0]}") from None
 
 
-def import_datasets() -> ModuleType:
-    """The library `datasets`, quiet. Its import takes seconds."""
-    import datasets
+def arrow_rows(file: IO[bytes], column: str) -> Iterator[Any]:
+    """The rows of Arrow's stream or file format. What its metadata says about a column is ignored:
+    the library `datasets` would open files and addresses in a column declared to hold images.
 
-    datasets.disable_progress_bars()
-    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
-    return datasets
+    Raises:
+        BadDocument: there is no such column.
+        DataError: it is no Arrow file, or damaged.
+    """
+    import pyarrow
+
+    with _damage_reported("an Arrow file"):
+        start = file.read(len(_ARROW_FILE))
+        file.seek(0)
+        options = pyarrow.ipc.IpcReadOptions(use_threads=False)
+        if start == _ARROW_FILE:
+            table = pyarrow.ipc.open_file(file, options=options)
+            batches = map(table.get_batch, range(table.num_record_batches))
+        else:
+            table = batches = pyarrow.ipc.open_stream(file, options=options)
+        index = _index(table.schema, column)
+        if index is None:
+            raise no_column_error(column, table.schema.names)
+        for batch in batches:
+            batch.column(index).validate(full=True)  # else its offsets may lie beyond its bytes
+            yield from _rows(batch, column)
 
 
-def rows_by_datasets(file: Path, kind: str, column: str) -> Iterator[Any]:
-    """The rows of a CSV, TSV or Arrow file, streamed by the library `datasets`.
+def csv_rows(file: IO[bytes], separator: str, column: str) -> Iterator[Any]:
+    """The rows of a CSV file, every field as unchanged text.
 
     Raises:
         BadDocument: there is no such column.
         DataError: the file is damaged, or its rows have more fields than its header.
     """
-    import_datasets()
-    from datasets.packaged_modules.arrow.arrow import Arrow
-    from datasets.packaged_modules.csv.csv import Csv
-
-    what = "an Arrow" if kind == "arrow" else f"a {kind.upper()}"
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        warnings.catch_warnings(),
-        _damage_reported(f"{what} file"),
-    ):
-        # Under another name: the library treats names as patterns, and decompresses by endings.
-        plain = Path(folder, f"data.{kind}")
-        if is_compressed(file):
-            with open_plain(file) as content, plain.open("wb") as copy:
-                shutil.copyfileobj(content, copy, _BUFFER)
-        else:
-            plain.symlink_to(file.absolute())
-        warnings.filterwarnings("error", message="Length of header or names does not match")
-        # The builders themselves: `load_dataset` would report each use to a server.
-        if kind == "arrow":
-            builder = Arrow(cache_dir=folder, data_files=str(plain))
-        else:
-            options = _all_text(plain, "\t" if kind == "tsv" else ",")
-            builder = Csv(cache_dir=folder, data_files=str(plain), **options)
-        rows = builder.as_streaming_dataset(split="train")
-        if column not in rows.features:
-            raise no_column_error(column, rows.features)
-        yield from rows.select_columns([column])
-
-
-def _all_text(file: Path, separator: str) -> dict[str, Any]:
-    """Options with which every field of a CSV file is read as unchanged text."""
-    import datasets
     import pandas
 
-    names = pandas.read_csv(file, sep=separator, nrows=0, index_col=False).columns
-    return {
-        "features": datasets.Features({name: datasets.Value("large_string") for name in names}),
-        "sep": separator,
-        "index_col": False,
-        "keep_default_na": False,
-    }
+    with (
+        warnings.catch_warnings(),
+        _damage_reported("a CSV file" if separator == "," else "a TSV file"),
+    ):
+        warnings.filterwarnings("error", message="Length of header or names does not match")
+        for chunk in pandas.read_csv(
+            file,
+            sep=separator,
+            index_col=False,
+            dtype=object,
+            keep_default_na=False,
+            chunksize=_BATCH_ROWS,
+        ):
+            if column not in chunk:
+                raise no_column_error(column, chunk.columns)
+            for value in chunk[column]:
+                yield {column: value}
 
 
 def no_column_error(column: str, names: Iterable[object]) -> BadDocument:

@@ -33,6 +33,7 @@ from torchtitan.data.read.opening import (
     FileStamp,
     Retry,
     data_errors,
+    data_handle,
 )
 from torchtitan.data.read.positions import SourcePosition
 from torchtitan.data.tokens.megatron import read_index
@@ -303,6 +304,7 @@ def describe(file: Path, tokenizer: Tokenizer, key: str) -> tuple[_Meta, int, Fi
     """
     with data_errors(key):
         stamp = FileStamp.of(file)
+        os.close(data_handle(file, stamp))
         foreign = _read_foreign(stamp, tokenizer)
     meta, start = foreign or (_read_meta(file, key), 0)
     if meta.tokenizer != tokenizer.fingerprint:
