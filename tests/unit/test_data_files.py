@@ -21,7 +21,6 @@ from torchtitan.data.read.records import read_records
 from torchtitan.data.tokens.token_files import write_token_file
 from torchtitan.utils.errors import UserError
 
-
 SENTENCE = "is a pointer of git-lfs, not the file: run `git lfs pull` in its repository"
 
 

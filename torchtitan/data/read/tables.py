@@ -2,8 +2,8 @@
 
     parquet_rows(file, column)  ->  {column: value}, ...
 
-Strings of Parquet and Arrow are bytes, because Arrow doesn't check UTF-8 (`records.decode` does). At
-most a batch of rows is held.
+Strings of Parquet and Arrow are bytes, because Arrow doesn't check UTF-8 (`records.decode` does).
+At most a batch of rows is held.
 """
 
 import warnings
