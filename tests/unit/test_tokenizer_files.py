@@ -10,6 +10,7 @@ import unicodedata
 
 import pytest
 
+from tests.hf_folders import SHIPPED
 from torchtitan.checkpoint.hf.tokenizer import file_problem, write_tokenizer
 from torchtitan.data.encode import tiktoken_files
 from torchtitan.data.encode.tokenizer import build_tokenizer
@@ -223,6 +224,85 @@ def test_tekken_is_read_by_its_own_pattern(ranks, tmp_path):
     (tmp_path / "tekken.json").write_text(json.dumps({"config": {}}))
     with pytest.raises(UserError, match=r"is not Mistral's tekken.json"):
         build_tokenizer(str(tmp_path))
+
+
+def of_bytes(first=10, special=(), **config):
+    """A `tekken.json` of the 256 bytes."""
+    content = tekken({bytes([i]): i for i in range(256)}, first)
+    content["config"] |= config
+    return {"tekken.json": json.dumps(content | {"special_tokens": special})}
+
+
+def changed(**parts):
+    """The shipped `tokenizer.json` with other parts."""
+    content = json.loads((SHIPPED / "tokenizer.json").read_text())
+    model = content["model"] | parts.pop("model", {})
+    return {"tokenizer.json": json.dumps(content | {"model": model} | parts)}
+
+
+def beside(entries, name="tokenizer_config.json"):
+    lines = [f"{base64.b64encode(bytes([i])).decode()} {i}" for i in range(256)]
+    return {"tokenizer.model": "\n".join(lines), name: json.dumps(entries)}
+
+
+def replaced(content, times=1):
+    step = {"type": "Replace", "pattern": {"String": "a"}, "content": content}
+    return {"type": "Sequence", "normalizers": [step] * times, "decoders": [step] * times}
+
+
+NO_TABLE = "the added tokens must be a table of ids below 16,777,216 and tokens$"
+HOSTILE = {
+    "2e9 special tokens": (of_bytes(2_000_000_000), "2000000000 is not between 0 and 65,536"),
+    "1e7 special tokens": (of_bytes(10_000_000), "10000000 is not between 0 and 65,536"),
+    "-5 special tokens": (of_bytes(-5), "-5 is not between 0 and 65,536"),
+    "half a special token": (of_bytes(default_num_special_tokens=0.5), "'float' object"),
+    "infinite vocabulary": (of_bytes(default_vocab_size=float("inf")), "'float' object"),
+    "nan vocabulary": (of_bytes(default_vocab_size=float("nan")), "'float' object"),
+    "no vocabulary": (of_bytes(default_vocab_size=4), "ranks are missing"),
+    "special id": (of_bytes(special=[{"rank": 2**40, "token_str": "x"}]), "is not between 0 and"),
+    "special surrogate": (of_bytes(special=[{"rank": 3, "token_str": "\ud800"}]), "half a surr"),
+    "no special table": (of_bytes(special={"a": 1}), "is not Mistral's tekken.json"),
+    "open group": (of_bytes(pattern="("), "can't be used: Parsing error"),
+    "deep pattern": (of_bytes(pattern="(" * 9999 + "a" + ")" * 9999), "can't be used: Parsing"),
+    "empty pattern": (of_bytes(pattern=""), "can't be used: "),
+    "pattern of one letter": (of_bytes(pattern="b"), "texts drops a part of them$"),
+    "pattern of words": (of_bytes(pattern=r"\w+|\s"), "texts drops a part of them$"),
+    "pattern that backtracks": (of_bytes(pattern=r"(?:(?=(a+))\1?)+b"), "drops a part of them$"),
+    "class": (beside({"tokenizer_class": {"a": 1}}), "of the class {'a': 1}"),
+    "class of a list": (beside({"tokenizer_class": []}), None),
+    "added id": (beside({"<x>": 2**32}, "added_tokens.json"), NO_TABLE),
+    "added below 0": (beside({"added_tokens_decoder": {"-3": {"content": "x"}}}), NO_TABLE),
+    "added fraction": (beside({"<x>": 300.5}, "added_tokens.json"), NO_TABLE),
+    "added list": (beside({"added_tokens_decoder": [1]}), NO_TABLE),
+    "end": (changed() | {"special_tokens_map.json": '{"eos_token": "\\ud800"}'}, "half a surr"),
+    "prepended": (changed(normalizer={"type": "Prepend", "prepend": "a" * 10**5}), "100,001 times"),
+    "replaced": (changed(normalizer=replaced("a" * 40, 5)), "102,400,000 times as long"),
+    "decoded": (changed(decoder=replaced("a" * 10**5)), "100,000 times as long"),
+    "suffix": (changed(model={"end_of_word_suffix": "a" * 10**5}), "100,000 times as long"),
+    "prefix": (changed(model={"continuing_subword_prefix": "a" * 10**5}), "is not a tokenizer"),
+    "charsmap": (
+        changed(normalizer={"type": "Precompiled", "precompiled_charsmap": "/////wAA"}),
+        "is not a tokenizer",
+    ),
+    "far id": (
+        changed(added_tokens=[{"id": 2**32, "content": "<far>", "special": True}]),
+        "is not a tokenizer",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_tokenizer_is_one_sentence_at_once(case, tmp_path):
+    """Numbers and texts of a file are limited before they become sizes."""
+    files, message = HOSTILE[case]
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    if message is None:
+        assert build_tokenizer(str(tmp_path)).encode("a b") == [97, 32, 98]
+        return
+    with pytest.raises(UserError, match=message) as error:
+        build_tokenizer(str(tmp_path))
+    assert len(str(error.value)) < 500 + len(str(tmp_path))
 
 
 @pytest.fixture(scope="module")

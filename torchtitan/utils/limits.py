@@ -37,6 +37,8 @@ CACHE_RECORD_BYTES = 2**32
 """A record in the cache folder; the record of a million files is smaller."""
 TOKEN_IDS = 1 << 24
 """Ids of a tokenizer; counts are held in memory for each."""
+SPECIAL_TOKENS = 1 << 16
+"""Special tokens of a tokenizer's file, which are made one by one."""
 LONGER_TEXT = 100
 """Factor by which a tokenizer may lengthen a text before splitting it."""
 CONVERSATION_CHARACTERS = 10_000_000

@@ -2,6 +2,7 @@
 the files beside it.
 """
 
+import base64
 import json
 import math
 import re
@@ -24,6 +25,8 @@ from torchtitan.utils.limits import LONGER_TEXT
 
 RANDOM = ("dropout", "alpha", "nbest_size")
 """Settings of a model that make ids random: of BPE, and of Unigram."""
+_AFFIXES = ("continuing_subword_prefix", "end_of_word_suffix")
+"""Settings of a model that it adds to each character."""
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -126,10 +129,13 @@ def open_backend(path: Path) -> tuple[Any, list[str]]:
 
     with rust_errors(path, "is not a tokenizer"):
         backend = Backend.from_buffer(path.read_bytes().removeprefix(BOM))
-    if (factor := _growth(backend.normalizer)) > LONGER_TEXT:
+    model = backend.model
+    affixes = [getattr(model, name, None) or "" for name in _AFFIXES]
+    steps = [_growth(step) for step in (backend.normalizer, backend.decoder)]
+    if (factor := max(*steps, *map(len, affixes))) > LONGER_TEXT:
         raise UserError(
-            f"model.hf_assets_path: {path}: its normalizer may make a text {factor:,.0f} times as "
-            f"long; {LONGER_TEXT} are allowed"
+            f"model.hf_assets_path: {path} may make a text {factor:,.0f} times as long; "
+            f"{LONGER_TEXT} are allowed"
         )
     off = []
     if backend.truncation:
@@ -138,7 +144,6 @@ def open_backend(path: Path) -> tuple[Any, list[str]]:
     if backend.padding:
         off.append("padding")
         backend.no_padding()
-    model = backend.model
     for name in RANDOM:
         if value := getattr(model, name, None):
             off.append(f"{name} {value:g}")
@@ -146,18 +151,25 @@ def open_backend(path: Path) -> tuple[Any, list[str]]:
     return backend, [f"{path}: switched off {', '.join(off)}"] if off else []
 
 
-def _growth(normalizer: Any) -> float:
-    """The maximum factor by which replacements lengthen a text."""
+def _growth(component: Any) -> float:
+    """The maximum factor by which a normalizer or decoder lengthens a text."""
 
     def factor(step: Mapping[str, Any]) -> float:
-        if step.get("type") == "Sequence":
-            return math.prod(map(factor, step["normalizers"]))
-        if step.get("type") != "Replace":
+        kind = step.get("type")
+        if kind == "Sequence":
+            return math.prod(map(factor, step.get("normalizers") or step.get("decoders") or []))
+        if kind == "Prepend":
+            return 1.0 + len(step["prepend"])
+        if kind == "Precompiled":  # the size of a trie, the trie, and what it writes
+            charsmap = base64.b64decode(step["precompiled_charsmap"])
+            texts = charsmap[4 + int.from_bytes(charsmap[:4], "little") :].split(b"\0")
+            return float(max(1, *map(len, texts)))
+        if kind != "Replace":
             return 1.0
         replaced = step["pattern"].get("String", "x")  # a pattern may match one character
         return max(1.0, len(step["content"]) / max(len(replaced), 1))
 
-    return factor(json.loads(normalizer.__getstate__())) if normalizer else 1.0
+    return factor(json.loads(component.__getstate__())) if component else 1.0
 
 
 def _add_tokens(backend: Any, path: Path, folder_tokens: FolderTokens) -> list[dict[str, Any]]:

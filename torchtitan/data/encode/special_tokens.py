@@ -5,6 +5,8 @@
 used, but no ordinary word: a word may be spelled like a special token.
 """
 
+import json
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.formats import read_json_object
+from torchtitan.utils.limits import TOKEN_IDS
 
 CONFIG = "tokenizer_config.json"
 MAP = "special_tokens_map.json"
@@ -160,12 +163,16 @@ def read_json(path: Path, key: str = "model.hf_assets_path") -> dict[str, Any]:
     """A JSON object; empty if there is no such file.
 
     Raises:
-        UserError: it can't be read.
+        UserError: it can't be read, or has a text that can't be encoded.
     """
     try:
-        return read_json_object(path) if path.exists() else {}
+        content = read_json_object(path) if path.exists() else {}
+        json.dumps(content, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{key}: {path} has half a surrogate pair in a text") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{key}: {error}") from None
+    return content
 
 
 def _names(content: Mapping[str, Any], path: Path) -> Iterator[tuple[str, str | None]]:
@@ -190,8 +197,21 @@ def _added(tokenizer: Path, config: Mapping[str, Any]) -> Iterator[tuple[int, di
     try:
         for id, token in table.items():
             fields = {flag: bool(token[flag]) for flag in flags if flag in token}
-            yield int(id), {"content": str(token["content"]), **fields}
-    except (AttributeError, KeyError, TypeError, ValueError):
+            yield token_id(id), {"content": str(token["content"]), **fields}
+    except (AttributeError, LookupError, TypeError, ValueError):
         raise UserError(
-            f"model.hf_assets_path: {path}: the added tokens must be a table of ids and tokens"
+            f"model.hf_assets_path: {path}: the added tokens must be a table of ids below "
+            f"{TOKEN_IDS:,} and tokens"
         ) from None
+
+
+def token_id(number: str | int, most: int = TOKEN_IDS - 1) -> int:
+    """A number from a file as a token's id, or as a count of tokens.
+
+    Raises:
+        TypeError, ValueError: it can't be one.
+    """
+    id = int(number) if isinstance(number, str) else operator.index(number)
+    if not 0 <= id <= most:
+        raise ValueError(f"{str(id)[:20]} is not between 0 and {most:,}")
+    return id

@@ -13,16 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan.data.encode.base import Tokenizer
+from torchtitan.data.encode.base import Tokenizer, rust_errors
 from torchtitan.data.encode.special_tokens import (
     CONFIG,
     FolderTokens,
     read_folder_tokens,
     read_json,
     resolve_ends,
+    token_id,
 )
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import BOM
+from torchtitan.utils.limits import SPECIAL_TOKENS
 
 LLAMA3_SPECIAL = {
     0: "<|begin_of_text|>",
@@ -159,8 +161,16 @@ _BY_RANKS = {
     100_256: CL100K,
     50_256: GPT2,
 }
-_GENERAL = ("PreTrainedTokenizerFast", "TokenizersBackend", "LlamaTokenizer", "LlamaTokenizerFast")
+_GENERAL = (
+    "",
+    "PreTrainedTokenizerFast",
+    "TokenizersBackend",
+    "LlamaTokenizer",
+    "LlamaTokenizerFast",
+)
 """Classes in `tokenizer_config.json` that don't identify a file of ranks."""
+_ALL_KINDS = "aA1 \n\t_-\u00e9q\u0301\u4e2d\U0001f680\x00"
+"""A text with characters of all kinds, in the normal form NFC."""
 
 
 class TiktokenTokenizer(Tokenizer):
@@ -186,9 +196,15 @@ class TiktokenTokenizer(Tokenizer):
             self.spec = _find_spec(path, len(self.ranks))
             special = _special(self.spec, len(self.ranks), folder_tokens, path)
         super().__init__(path)
-        self.backend = tiktoken.Encoding(
-            path.stem, pat_str=self.spec.pattern, mergeable_ranks=self.ranks, special_tokens=special
-        )
+        with rust_errors(path, "can't be used"):
+            self.backend = tiktoken.Encoding(
+                path.stem,
+                pat_str=self.spec.pattern,
+                mergeable_ranks=self.ranks,
+                special_tokens=special,
+            )
+            if self.decode(self._ids(_ALL_KINDS)) != _ALL_KINDS:
+                raise ValueError("the pattern that splits texts drops a part of them")
         self.special = special
         self.vocab_size = self.backend.max_token_value + 1
         if folder_tokens.names.get("eos_token") is None:
@@ -226,10 +242,10 @@ def _find_spec(path: Path, ranks: int) -> EncodingSpec:
         UserError: there is none.
     """
     config = read_json(path.with_name(CONFIG))
-    kind = config.get("tokenizer_class")
+    kind = str(config.get("tokenizer_class") or "")
     code = str(config.get("auto_map", ""))
     spec: EncodingSpec | None
-    if kind is None or kind in _GENERAL:
+    if kind in _GENERAL:
         model = read_json(path.with_name("config.json")).get("model_type")
         spec = _BY_FILE.get(path.name, _BY_RANKS.get(ranks))
         if (
@@ -247,7 +263,7 @@ def _find_spec(path: Path, ranks: int) -> EncodingSpec:
         spec = _BY_CLASS.get(kind)
     if spec is not None:
         return spec
-    whose = f"the class {kind}" if kind not in (None, *_GENERAL) else f"{ranks:,} ranks"
+    whose = f"{ranks:,} ranks" if kind in _GENERAL else f"the class {kind}"
     raise UserError(
         f"model.hf_assets_path: {path} is a tiktoken file of {whose}, which doesn't say how its "
         "text is split and which special tokens it has, and those rules aren't known here; make a "
@@ -308,9 +324,13 @@ def _read_tekken(path: Path) -> tuple[dict[bytes, int], EncodingSpec, dict[str, 
     start = f"model.hf_assets_path: {path} is not Mistral's tekken.json: "
     try:
         config = content["config"]
-        first = int(config["default_num_special_tokens"])
-        entries = content["vocab"][: int(config["default_vocab_size"]) - first]
-        pairs = [(base64.b64decode(e["token_bytes"], validate=True), e["rank"]) for e in entries]
+        first = token_id(config["default_num_special_tokens"], SPECIAL_TOKENS)
+        count = token_id(config["default_vocab_size"]) - first
+        entries = content["vocab"][: max(count, 0)]
+        pairs = [
+            (base64.b64decode(e["token_bytes"], validate=True), token_id(e["rank"]))
+            for e in entries
+        ]
         names = dict(_tekken_special(content.get("special_tokens") or []))
         pattern = str(config["pattern"])
     except (KeyError, TypeError, ValueError) as error:
@@ -324,4 +344,4 @@ def _read_tekken(path: Path) -> tuple[dict[bytes, int], EncodingSpec, dict[str, 
 def _tekken_special(entries: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, str]]:
     yield from enumerate(("<unk>", "<s>", "</s>"))
     for token in entries:
-        yield int(token["rank"]), str(token["token_str"])
+        yield token_id(token["rank"]), str(token["token_str"])
