@@ -254,7 +254,7 @@ def test_a_failed_write_leaves_no_file(tmp_path):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (["--output", "/dev/null/x"], "--output: can't create the folder"),
+        (["--output", "/dev/null/x"], "--output: can't write to /dev/null/x"),
         (["--input", "nothing"], "--input: no file"),
     ],
 )

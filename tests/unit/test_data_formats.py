@@ -10,7 +10,7 @@ import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
 
-from tests.corpora import TEXTS, assert_same_rows, write_json_lines, write_megatron
+from tests.corpora import TEXTS, TOKENIZER, assert_same_rows, write_json_lines, write_megatron
 from tests.runs import SAVE, arguments, losses, train
 from tests.text_forms import FORMS, read, saved_splits, write
 from torchtitan.commands import tokenize
@@ -131,6 +131,11 @@ def test_config_refuses_what_it_can_see(tmp_path):
     """An unknown format and a saved data set that can't be read, also as one of several sources."""
     split = saved_splits(tmp_path / "saved", "a", "b")
     unknown = write(tmp_path / "x.pdf", "x")
+    (tmp_path / "nothing").mkdir()
+    meta = {"dtype": "uint16", "tokens": 0, "tokenizer": TOKENIZER.fingerprint}
+    (tmp_path / "tokens").mkdir()
+    no_tokens = write(tmp_path / "tokens" / "x.bin", "")
+    write(tmp_path / "tokens" / "x.json", json.dumps(meta))
     source = '[[training.sources]]\nname = "{}"\ndataset_path = "{}"\n'
     both = write(
         tmp_path / "both.toml", source.format("one", split) + source.format("two", unknown)
@@ -139,6 +144,13 @@ def test_config_refuses_what_it_can_see(tmp_path):
         f"--training.dataset_path={split}": ["training.dataset_path: .* holds the splits a, b"],
         f"--training.dataset_path={unknown}": [
             "training.dataset_path: .*x.pdf has an unknown format"
+        ],
+        f"--training.dataset_path={tmp_path / 'nothing'}": ["training.dataset_path: .* is empty"],
+        f"--training.dataset_path={no_tokens}": [
+            f"training.dataset_path: no tokens in {no_tokens}"
+        ],
+        f"--training.dataset_path={no_tokens.parent}": [
+            f"training.dataset_path: no tokens in {no_tokens}"
         ],
         f"--job.config_file={both}": [
             "sources.one.dataset_path: .* the splits",

@@ -142,9 +142,15 @@ def test_token_files_in_the_folder_of_the_text(tmp_path, capsys):
 
 
 def test_a_share_that_holds_out_nothing_is_an_error(tmp_path):
+    """Before anything is written."""
     folder = write(tmp_path / "text", TEXTS)
-    with pytest.raises(UserError, match=r"none of 200 documents is held out; .* empty folder"):
-        run(folder, tmp_path / "tokens", "--held-out", "0.000001%")
+    for share, problem in {
+        "0.000001%": "none of 200 documents is held out; choose a larger share",
+        "99.999999%": "each of 200 documents is held out; choose a smaller share",
+    }.items():
+        with pytest.raises(UserError, match=f"^--held-out: {problem}$"):
+            run(folder, tmp_path / "tokens", "--held-out", share)
+    assert list(tmp_path.iterdir()) == [folder]
 
 
 def test_documents_are_text_or_conversations(capsys):

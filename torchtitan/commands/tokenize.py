@@ -14,19 +14,23 @@ import json
 import os
 import re
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from torchtitan.config.sections.schema import Model
 from torchtitan.data.encode.chat import Chat
 from torchtitan.data.encode.tokenizer import build_tokenizer
 from torchtitan.data.order.packing import PackingStats
-from torchtitan.data.read.corpus import Corpus
+from torchtitan.data.read.corpus import Corpus, RawDocument, hash_text
 from torchtitan.data.read.documents import show_bad_documents
 from torchtitan.data.read.files import REPORT
+from torchtitan.data.read.opening import BadDocument
 from torchtitan.data.tokens.encoding import Encoder
 from torchtitan.data.tokens.tokenizing import (
     HeldOutSplit,
@@ -161,15 +165,16 @@ def _write(
     corpus: Corpus,
 ) -> int:
     """Write the missing token files; returns the number of parts."""
+    items, split = _documents(corpus, encoder, split, lambda size: None)
+    _check_texts(items, encoder, split, options.input)
+    if split and split.tail is not None:
+        print(f"Of the only document, the last {split.share:.3%} are held out")
     try:
+        for target in (output, split.output) if split else (output,):
+            target.folder.mkdir(parents=True, exist_ok=True)
         progress = _Progress(corpus.size)
         with progress.meter.bar:
-            items = corpus.items(progress.meter.advance)
-            if split and not encoder.messages:
-                items, tail = split_alone(items, encoder.column, split.share)
-                if tail is not None:
-                    split = replace(split, tail=tail)
-                    print(f"Of the only document, the last {split.share:.3%} are held out")
+            items, split = _documents(corpus, encoder, split, progress.meter.advance)
             return tokenize(
                 items, encoder, output, options.workers, advance=progress.wrote, split=split
             )
@@ -182,6 +187,54 @@ def _write(
         raise UserError(
             f"--output: can't write to {options.output}: {error}. Finished parts are kept"
         ) from error
+
+
+def _documents(
+    corpus: Corpus, encoder: Encoder, split: HeldOutSplit | None, advance: Callable[[int], None]
+) -> tuple[Iterator[RawDocument], HeldOutSplit | None]:
+    """The documents to encode, and what to hold out of them."""
+    items = corpus.items(advance)
+    if split and not encoder.messages:
+        items, tail = split_alone(items, encoder.column, split.share)
+        split = replace(split, tail=tail)
+    return items, split
+
+
+def _check_texts(
+    items: Iterator[RawDocument], encoder: Encoder, split: HeldOutSplit | None, paths: Sequence[str]
+) -> None:
+    """Check that there is text to write, and to hold out. Reads until there is.
+
+    Raises:
+        UserError: there is none.
+    """
+    count = 0
+    bad = Counter[str]()
+    missing = {False, True} if split else {False}
+    """Whether to hold out a document that is still to be found."""
+    for item in items:
+        try:
+            text = encoder.text(item)
+        except BadDocument as error:
+            if encoder.stop:
+                return  # which encoding it reports
+            bad[error.kind] += 1
+            continue
+        count += 1
+        if text:
+            hash = np.array([hash_text(text)[0]], np.uint64)
+            missing.discard(bool(split and split.choose(hash)[0]))
+        if not missing:
+            return
+    skipped = f"; {show_bad_documents(bad)} skipped" if bad else ""
+    if len(missing) == 1 and split:
+        which, change = ("none", "larger") if missing == {True} else ("each", "smaller")
+        raise UserError(
+            f"--held-out: {which} of {plural(count, 'document')} is held out{skipped}; choose a "
+            f"{change} share"
+        )
+    text = f"all {count:,} documents are empty" if count else "no documents"
+    raise UserError(f"--input: {', '.join(paths)} holds no text: {text}{skipped}")
 
 
 def main(argv: list[str]) -> int:
@@ -211,8 +264,11 @@ def run(argv: list[str]) -> str:
         "best_fit": options.best_fit,
         "chat_template": Chat(tokenizer, "--messages-column").fingerprint if messages else None,
     }
-    output = _output(options, options.output, common, options.best_fit)
-    split = _make_split(options, common) if options.held_out else None
+    output = Output(options.output, options.name, options.part, common, options.best_fit)
+    split = None
+    if options.held_out:
+        apart = Output(_held_out_folder(options.output), options.name, options.part, common)
+        split = HeldOutSplit(options.held_out, apart)
     if complete_count := sum(is_complete(i, output, split) for i in output.existing()):
         print(f"{plural(complete_count, 'part')} already done")
     encoder = Encoder(tokenizer.origin, column, stop, messages)
@@ -221,15 +277,10 @@ def run(argv: list[str]) -> str:
         file_count = _write(options, encoder, output, split, corpus)
     report = _report(output, file_count, corpus)
     print(f"Read {corpus.sources()}")
-    _print_report(options, report)
+    _print_report(output.folder, report)
     train = f"--training.dataset_path {output.folder}"
     if split:
         split_report = _report(split.output, file_count, corpus)
-        if not split_report["bytes"]:
-            raise UserError(
-                f"--held-out: none of {plural(report['documents'], 'document')} is held out; "
-                "choose a larger share, and an empty folder"
-            )
         print(f"Held out: {_sizes(split_report, split.output.folder)}")
         train += f" --validation.enable --validation.dataset_path {split.output.folder}"
     if options.best_fit:
@@ -239,13 +290,10 @@ def run(argv: list[str]) -> str:
     return f'{train} --model.hf_assets_path "{options.tokenizer}"'
 
 
-def _make_split(options: argparse.Namespace, common: dict[str, Any]) -> HeldOutSplit:
-    """Create the folder `DIR-held-out` and return the settings of the held-out documents."""
-    folder = options.output
+def _held_out_folder(folder: Path) -> Path:
     if folder.name in ("", ".."):
         folder = folder.resolve()  # has a name then
-    folder = folder.with_name(f"{folder.name}-held-out")
-    return HeldOutSplit(options.held_out, _output(options, folder, common))
+    return folder.with_name(f"{folder.name}-held-out")
 
 
 def _is_whole(output: Output, file_count: int) -> bool:
@@ -257,21 +305,6 @@ def _is_whole(output: Output, file_count: int) -> bool:
     return bool(report.get("files") == file_count)
 
 
-def _output(
-    options: argparse.Namespace, folder: Path, common: dict[str, Any], best_fit: int | None = None
-) -> Output:
-    """Create a folder for token files.
-
-    Raises:
-        UserError: the folder can't be created.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--output: can't create the folder {folder}: {error.strerror}") from error
-    return Output(folder, options.name, options.part, common, best_fit)
-
-
 def _sizes(report: dict[str, Any], folder: Path) -> str:
     return (
         f"{report['tokens']:,} tokens of {plural(report['documents'], 'document')} in {folder}: "
@@ -279,26 +312,11 @@ def _sizes(report: dict[str, Any], folder: Path) -> str:
     )
 
 
-def _print_report(options: argparse.Namespace, report: dict[str, Any]) -> None:
-    """
-    Raises:
-        UserError: the documents hold no text.
-    """
-    skipped = Counter(report["skipped"])
-    if not report["bytes"]:
-        text = (
-            f"all {report['documents']:,} documents are empty"
-            if report["documents"]
-            else "no documents"
-        )
-        raise UserError(
-            f"--input: {', '.join(options.input)} holds no text: {text}; "
-            f"{show_bad_documents(skipped)} skipped"
-        )
-    print(_sizes(report, options.output))
+def _print_report(folder: Path, report: dict[str, Any]) -> None:
+    print(_sizes(report, folder))
     if "predicted" in report:
         print(f"{report['predicted']:,} of these tokens are predicted")
     if "packing" in report:
         print(f"Best-fit packing: {PackingStats(**report['packing'])}")
-    if skipped:
+    if skipped := Counter(report["skipped"]):
         print(f"Skipped {show_bad_documents(skipped)}; the first is {report['first_skipped'][0]}")

@@ -16,7 +16,7 @@ from torchtitan.config.sections.training import Training, Validation
 from torchtitan.data.encode.chat import Chat
 from torchtitan.data.encode.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.data.read.files import TooManyFilesError, matching_files, path_problem
-from torchtitan.data.tokens.token_files import describe
+from torchtitan.data.tokens.token_files import describe, no_tokens
 from torchtitan.models import ModelSpec
 from torchtitan.parallel.pipeline.schedules import schedule_file
 from torchtitan.utils.assets import find_asset
@@ -170,12 +170,14 @@ def _token_file_problems(config: Config, tokenizer: Tokenizer) -> Iterator[str]:
             continue
         candidates = [path.with_suffix(".bin")] if path.suffix in (".bin", ".idx") else []
         files = sorted(path.glob("*.bin"))[:_MAX_CHECKED_FILES] if path.is_dir() else candidates
-        for file in filter(Path.is_file, files):
-            try:
-                describe(file, tokenizer, f"{name}.dataset_path")
-            except UserError as error:
-                yield str(error)
-                break
+        files = list(filter(Path.is_file, files))
+        key = f"{name}.dataset_path"
+        try:
+            sizes = [describe(file, tokenizer, key)[0].tokens for file in files]
+            if files and max(sizes) < 2 and len(files) < _MAX_CHECKED_FILES:
+                yield no_tokens(files, key)
+        except UserError as error:
+            yield str(error)
 
 
 def _data_problems(config: Config) -> Iterator[tuple[str, str]]:

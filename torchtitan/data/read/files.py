@@ -424,6 +424,8 @@ def path_problem(path: str) -> str | None:
         return None if is_readable else _unknown(path)
     try:
         files = sorted(target.iterdir())
+        if not files:
+            return f"{path} is empty"
         if foreign := _foreign(file.name for file in files):
             readable = (
                 role == "documents" or (role == "tokens" and not _foreign([file.name]))

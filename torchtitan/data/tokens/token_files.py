@@ -165,8 +165,7 @@ class TokenFiles:
         """See `_Meta.packed`."""
         self._cut(width)
         if not len(self):
-            more = f" and {len(files) - 1} more" if len(files) > 1 else ""
-            raise UserError(f"{key}: no tokens in {files[0]}{more}")
+            raise UserError(no_tokens(files, key))
         self._check_has_text([tokenizer.bos_id, tokenizer.eos_id], key)
         data_files = sample_files(
             stamps, os.path.commonpath([file.parent for file in files]), hashes
@@ -294,6 +293,12 @@ class TokenReader(SourceReader):
         self.rows = position.rows
         self.tokens = position.tokens
         self.order.seek(position.windows)
+
+
+def no_tokens(files: Sequence[Path], key: str) -> str:
+    """The problem of token files that hold none."""
+    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+    return f"{key}: no tokens in {files[0]}{more}"
 
 
 def describe(file: Path, tokenizer: Tokenizer, key: str) -> tuple[_Meta, int, FileStamp]:
