@@ -1,5 +1,6 @@
 """Which files a path names, and that only regular files that nobody has changed are read."""
 
+import gzip
 import json
 import lzma
 import os
@@ -15,7 +16,7 @@ from tests.damaged_models import POINTER
 from torchtitan.commands import tokenize
 from torchtitan.data.encode.tokenizer import LONG
 from torchtitan.data.read.documents import LocalDocuments
-from torchtitan.data.read.files import Ignored, find_text_files, find_token_files
+from torchtitan.data.read.files import Ignored, find_text_files, find_token_files, path_problem
 from torchtitan.data.read.opening import DataError, FileStamp, open_plain
 from torchtitan.data.read.records import read_records
 from torchtitan.data.tokens.token_files import write_token_file
@@ -219,12 +220,42 @@ def test_files_of_other_formats_are_counted_and_named(tmp_path, caplog, monkeypa
     assert record.levelname == "WARNING", "of unknown format are more than are read"
     assert record.getMessage().startswith(
         "key: reading 1 file; ignoring 4 files without documents (2 .gz, 1 .md, 1 without an "
-        "ending): ?[31m.gz, README.md, copyright, x.gz. Files must be of .jsonl"
+        "ending): ?[31m.gz, README.md, copyright, x.gz; a glob reads those that are text: '*.md'. "
+        "Files must be of .jsonl"
     )
     for i in range(5):
         write_lines(tmp_path / f"{i}.jsonl")
     find_text_files(str(tmp_path / "*"), "key")
     assert caplog.records[-1].levelname == "INFO"
+
+
+def test_code_and_readmes_are_read_where_they_are_named(tmp_path, caplog, monkeypatch):
+    """By their ending, in a path or a glob; a folder's are left out, with the way to read them."""
+    monkeypatch.setattr("torchtitan.utils.logging.logger.propagate", True)
+    caplog.set_level("INFO")
+    for name in ("README.md", "a.py", "b.txt", "c.py.gz", "d.pdf", "dataset_infos.json"):
+        content = f"text of {name}".encode()
+        (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    for pattern, names in {
+        "": ["b.txt"],
+        "*": ["b.txt"],
+        "README*": [],
+        "*.md": ["README.md"],
+        "README.md": ["README.md"],
+        "a.py": ["a.py"],
+        "*.py": ["a.py"],
+        "**/*.py.gz": ["c.py.gz"],
+        "*.p*": [],
+        "*.json": [],
+    }.items():
+        if names:
+            assert read(tmp_path / pattern) == [f"text of {name}" for name in names], pattern
+        else:
+            with pytest.raises(UserError, match="; ignoring "):
+                read(tmp_path / pattern)
+    left_out = "d.pdf, dataset_infos.json; a glob reads those that are text: '*.md', '*.py'"
+    assert left_out in caplog.text
+    assert path_problem(str(tmp_path / "a.py")) is None
 
 
 RUN = ["run.json", "events.jsonl", "metrics.jsonl", "config.toml", "logs/rank_0.jsonl"]

@@ -43,6 +43,11 @@ FORMATS: dict[str, Format] = {
     ".feather": "arrow",
 }
 """Endings of files of documents. `json` may be lines or an array."""
+_CODE = re.compile(
+    r"\.(py|pyi|c|h|cc|cpp|hpp|cu|cuh|rs|go|java|kt|scala|swift|jsx?|tsx?|rb|php|pl|lua|jl|r|hs|ml"
+    r"|sh|sql|html?|css|xml|ya?ml|toml|ini|tex|bib|rst|org|log)"
+)
+"""Endings of other texts, read only where a path or a glob's ending names them."""
 _DESCRIPTION_NAMES = re.compile(
     "readme|license|licence|copying|notice|changelog|citation|contributing|security"
 )
@@ -89,6 +94,10 @@ class Ignored:
             names = listed(sorted({printable(file.name) for file in self.files}), _MAX_NAMES)
             count = plural(len(self.files), "file")
             text += f"; ignoring {count} without documents ({kinds}): {names}"
+            texts = {_ending(file.name) for file in self.files if format_of(file) == "text"}
+            if texts:
+                globs = listed((f"'*{ending}'" for ending in sorted(texts)), _MAX_NAMES)
+                text += f"; a glob reads those that are text: {globs}"
         if self.outputs:
             text += f"; leaving out {outputs_in_words(self.outputs)}"
         return text
@@ -175,22 +184,34 @@ def scan(path: str, key: str) -> Scan:
         raise UserError(f"{key}: {error}; name a folder closer to the files") from None
     files = sorted(map(Path, names))
     links = sorted({*loops, *aliases})
+    ending = "" if os.path.isdir(expanded) else _ending(expanded)
+    by_name = ending != "" and not glob.has_magic(ending)
     if os.path.isfile(expanded):
-        return Scan(path, _with_roles(files, files), links, {})
+        return Scan(path, _with_roles(files, files, by_name), links, {})
     folders = OutputFolders(Path(fixed_folder(expanded)))
-    return Scan(path, _with_roles(files, folders.without(files)), links, folders.outputs)
+    entries = _with_roles(files, folders.without(files), by_name)
+    return Scan(path, entries, links, folders.outputs)
 
 
-def _with_roles(files: Sequence[Path], unwritten: Sequence[Path]) -> list[Entry]:
+def _with_roles(
+    files: Sequence[Path], unwritten: Sequence[Path], by_name: bool = False
+) -> list[Entry]:
+    """
+    Args:
+        by_name: the files are named by their ending, so all that is text is read.
+    """
     outputs = set(files).difference(unwritten)
     outputs |= {file.with_suffix(".json") for file in unwritten if file.suffix == ".bin"}
-    return [Entry(file, "written" if file in outputs else _role(file)) for file in files]
+    return [Entry(file, "written" if file in outputs else _role(file, by_name)) for file in files]
 
 
-def _role(file: Path) -> Role:
+def _role(file: Path, by_name: bool) -> Role:
     if file.suffix == ".bin":
         return "tokens"
-    if not format_of(file):
+    kind = format_of(file)
+    if kind == "text" and by_name:
+        return "documents"
+    if kind is None or _CODE.fullmatch(_ending(file.name)):
         return "foreign"
     return "description" if _is_description(file) else "documents"
 
@@ -467,7 +488,13 @@ def _is_description(file: Path) -> bool:
 
 def format_of(file: Path) -> Format | None:
     """The format by a file's name, compressed or not."""
-    name = file.name.lower()
+    ending = _ending(file.name)
+    return "text" if _CODE.fullmatch(ending) else FORMATS.get(ending)
+
+
+def _ending(path: str) -> str:
+    """The last ending of a name or pattern, without compression."""
+    path = path.lower()
     for ending in COMPRESSED:
-        name = name.removesuffix(ending)
-    return FORMATS.get(Path(name).suffix)
+        path = path.removesuffix(ending)
+    return Path(path).suffix
