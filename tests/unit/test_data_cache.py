@@ -1,9 +1,11 @@
 """The cache of indexes: damage is found and repaired, and a sound cache is never made again."""
 
+import fcntl
 import gzip
 import json
 import os
 import shutil
+import signal
 
 import numpy as np
 import pytest
@@ -11,6 +13,9 @@ import pytest
 from torchtitan.data.read import index_cache as caches
 from torchtitan.data.read.documents import LocalDocuments
 from torchtitan.data.read.opening import SAMPLED_BYTES, full_hash, sample_hash
+from torchtitan.utils import signals
+from torchtitan.utils.signals import StopRequest
+from torchtitan.utils.wording import show_size
 
 TEXTS = [f"document {i} of words" for i in range(40)]
 
@@ -66,6 +71,62 @@ def test_a_damaged_cache_is_made_again(corpus, caplog, monkeypatch, damage):
     assert "was changed or deleted; indexing again: " in warnings[0]
     monkeypatch.setattr(caches, "find_documents", lambda *_: pytest.fail("indexed again"))
     assert read(corpus) == TEXTS
+
+
+def test_what_killed_processes_left_is_removed(corpus):
+    """Unless another process holds the lock."""
+    cache = corpus.with_name("cache")
+    cache.mkdir()
+    for key in "ab":
+        for ending in ("texts.tmp", "ranges.tmp", "lock"):
+            (cache / f"{key * 32}.{ending}").write_text("x")
+    with (cache / f"{'b' * 32}.lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert read(corpus) == TEXTS
+    names = {file.name for file in cache.iterdir() if ".tmp" in file.name or ".lock" in file.name}
+    assert names == {f"{'b' * 32}.{ending}" for ending in ("texts.tmp", "ranges.tmp", "lock")}
+
+
+def test_a_request_to_stop_ends_indexing_and_keeps_whole_files(corpus, caplog, monkeypatch):
+    monkeypatch.setattr("torchtitan.utils.logging.logger.propagate", True)
+    caplog.set_level("INFO")
+    stop = StopRequest()
+    stop.defer()
+    monkeypatch.setattr(signals, "_listening", [stop])
+    find = caches.find_documents
+
+    def stopped_in_the_second(index, *arguments, **options):
+        if index.path.endswith("b.jsonl"):
+            stop.ask(signal.SIGTERM)
+        return find(index, *arguments, **options)
+
+    monkeypatch.setattr(caches, "find_documents", stopped_in_the_second)
+    with pytest.raises(signals.Stopped):
+        read(corpus)
+    assert caplog.messages[-1] == (
+        f"Stopped while indexing {corpus / 'b.jsonl'}, which the next start reads again. What was "
+        "indexed before it is kept: 1 of 2 files"
+    )
+    cache = corpus.with_name("cache")
+    assert sorted(file.suffix for file in cache.iterdir()) == [".json", ".ranges", ".texts"]
+    monkeypatch.setattr(signals, "_listening", [])
+    kept = []
+    monkeypatch.setattr(
+        caches, "find_documents", lambda index, *a, **o: kept.append(index) or find(index, *a, **o)
+    )
+    assert read(corpus) == TEXTS
+    assert [index.path for index in kept] == [str(corpus / "b.jsonl")]
+
+
+@pytest.mark.parametrize("size", [1, 100_000])
+def test_the_announced_size_is_measured(tmp_path, caplog, monkeypatch, size):
+    """A text that compresses by far more than others."""
+    monkeypatch.setattr("torchtitan.utils.logging.logger.propagate", True)
+    caplog.set_level("INFO")
+    text = "text\n" + f"{'a' * size}\n" * 50
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(text.encode()))
+    assert len(read(tmp_path)) == 50
+    assert f"about {show_size(len(text))} of " in caplog.text
 
 
 def test_a_cache_that_changes_in_mid_run_is_an_error(corpus):

@@ -31,6 +31,7 @@ COMMAND_ENV = "TORCHTITAN_COMMAND"
 """The command the user typed, set by launchers that run another one."""
 LAUNCHER_ENV = "TORCHTITAN_LAUNCHER"
 """Process id of a launcher that should exit, not restart this rank, after a requested stop."""
+_BEFORE = "before the first step"
 _RECORDING_SECONDS = 2.0
 """Time limit for recording a second Ctrl-C: a hanging disk may be why it was pressed."""
 
@@ -47,7 +48,7 @@ def main(argv: list[str]) -> int:
         )
     rank, world = rank_and_world()
     # The launcher may restart this rank, so a stop is possible before training.
-    stop = StopRequest(lambda: os._exit(_report_stop(rank, "before the first step")))
+    stop = StopRequest(lambda: os._exit(_report_stop(rank, _BEFORE)))
     stop.listen()
     init_logging(rank)
     resolved = resolve(argv, world, check=False)
@@ -75,7 +76,13 @@ def _run(resolved: Resolved, setup: Setup, stop: StopRequest, rank: int) -> int:
     from torchtitan.train.trainer import Trainer
 
     gc.enable()
-    trainer = Trainer(resolved.config, setup, stop)
+    try:
+        trainer = Trainer(resolved.config, setup, stop)
+    except BaseException:
+        if not stop.requested:
+            raise
+        # Another rank may have noticed the request first, and its end is what failed here.
+        return _report_stop(rank, _BEFORE)
     stop.abandon = lambda: _interrupt(trainer, rank)
     try:
         progress = trainer.train()

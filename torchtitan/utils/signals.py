@@ -25,6 +25,7 @@ STOPPING = "Asked to stop: finishing what is under way; Ctrl-C again ends at onc
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _actions: dict[int, Callable[[], None]] = {}
+_listening: "list[StopRequest]" = []
 
 
 def exit_when_stopped() -> None:
@@ -75,6 +76,19 @@ def _dispatch(receiving: socket.socket) -> None:
                 _actions[number]()
 
 
+class Stopped(BaseException):
+    """This process was asked to stop, and has nothing to save. No error, so nothing retries."""
+
+
+def check_stop() -> None:
+    """
+    Raises:
+        Stopped: the process was asked to stop.
+    """
+    if any(request.requested for request in _listening):
+        raise Stopped
+
+
 class StopRequest:
     """A request by a signal to stop this process."""
 
@@ -96,6 +110,7 @@ class StopRequest:
 
     def listen(self) -> None:
         """Handle the signals from now on."""
+        _listening.append(self)
         for number in stop_signals():
             on_signal(number, partial(self.ask, number))
 

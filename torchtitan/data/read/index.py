@@ -34,6 +34,7 @@ from torchtitan.data.read.records import (
     read_records,
     record_location,
 )
+from torchtitan.utils.signals import check_stop
 
 _VERSION = 3
 """Version of the index, and of the definition of a document."""
@@ -156,6 +157,7 @@ def find_documents(
 
     Raises:
         BadDocument: the first bad document, if `stop`; with its file and line.
+        Stopped: this process was asked to stop.
     """
     file = Path(index.path)
     with open_data(file, index.stamp) as content:
@@ -164,6 +166,7 @@ def find_documents(
     bad: Counter[str] = Counter()
     for record in read_records(file, index.column, stamp=index.stamp):
         advance()
+        check_stop()
         try:
             text = decode(record.content, index.column, chat).encode()
         except BadDocument as error:

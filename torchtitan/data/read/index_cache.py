@@ -20,7 +20,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from torchtitan.data.read.index import (
@@ -37,6 +37,7 @@ from torchtitan.data.read.opening import (
     full_hash,
     is_compressed,
     open_data,
+    open_plain,
     sample_hash,
 )
 from torchtitan.data.read.records import Conversations
@@ -44,6 +45,7 @@ from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import read_regular, user_cache, write_whole
 from torchtitan.utils.limits import CACHE_RECORD_BYTES
 from torchtitan.utils.logging import logger
+from torchtitan.utils.signals import Stopped, check_stop
 from torchtitan.utils.wording import listed, plural, show_size
 
 _CANT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
@@ -51,8 +53,12 @@ _REPORT_SECONDS = 10.0
 _WAIT_SECONDS = 0.2
 _MEAN_DOCUMENT_BYTES = 2000
 """Assumed mean size of a document in bytes (for the disk estimate)."""
-_COMPRESSION_RATIO = 4
-"""Assumed compression ratio (for the disk estimate)."""
+_TABLE_RATIO = 4
+"""Assumed compression ratio of Parquet and Arrow (for the disk estimate)."""
+_MEASURED_BYTES = 2**28
+"""Maximum number of bytes to decompress for the disk estimate."""
+_TEMPORARY = "tmp"
+"""Ending of a file that its writer has locked."""
 
 
 def cache_path(folder: str | None, key: str) -> Path:
@@ -104,6 +110,7 @@ class IndexCache:
             complete = {key: index for key, draft in by_key.items() if (index := self._read(draft))}
             if new_indexes := [draft for key, draft in by_key.items() if key not in complete]:
                 self._warn_of_damage(new_indexes)
+                self._remove_leftovers()
                 self._announce(new_indexes)
                 self._index_all(new_indexes, complete, stop)
         return [complete[draft.key] for draft in drafts]
@@ -143,6 +150,13 @@ class IndexCache:
                 f"deleted; indexing again: {listed((index.path for index in stale), 6)}"
             )
 
+    def _remove_leftovers(self) -> None:
+        """Remove what processes that were killed had begun to write."""
+        for file in self.folder.glob("[0-9a-f]*.tmp"):
+            with _locked(self.folder / f"{file.name.partition('.')[0]}.lock") as ending:
+                if ending == _TEMPORARY:
+                    file.unlink(missing_ok=True)
+
     def _announce(self, new_indexes: Sequence[FileIndex]) -> None:
         """Log the size and place of the new indexes.
 
@@ -150,12 +164,14 @@ class IndexCache:
             UserError: the folder has too little space for it.
         """
         copied = [index for index in new_indexes if index.copied]
-        texts = sum(
-            index.size * (1 if index.kind == "array" else _COMPRESSION_RATIO) for index in copied
-        )
-        size = texts + sum(
-            index.size // _MEAN_DOCUMENT_BYTES * RANGE_BYTES for index in new_indexes
-        )
+        compressed = [index for index in copied if is_compressed(Path(index.path))]
+        largest = max(compressed, key=lambda index: index.size, default=None)
+        ratio = _compression_ratio(largest) if largest else 1.0
+        size = sum(index.size for index in new_indexes) // _MEAN_DOCUMENT_BYTES * RANGE_BYTES
+        for index in copied:
+            is_table = index.kind in ("parquet", "arrow")  # compressed inside
+            size += round(index.size * (_TABLE_RATIO if is_table else 1))
+        size += round(sum(index.size for index in compressed) * (ratio - 1))
         free = shutil.disk_usage(self.folder).free
         what = f"a copy of the texts of {plural(len(copied), 'file')} and " if copied else ""
         logger.info(
@@ -164,7 +180,7 @@ class IndexCache:
             f"positions go to {self.folder}, about {show_size(size)} of {show_size(free)} free "
             f"there. Set {self.key} to use another folder"
         )
-        if sum(index.size for index in copied if is_compressed(Path(index.path))) > free:
+        if sum(index.size for index in compressed) > free:
             raise UserError(
                 f"{self.key}: {self.folder} has {show_size(free)} free, too little for {what}the "
                 f"documents' positions: about {show_size(size)}. Name a folder with more space, or "
@@ -190,6 +206,7 @@ class IndexCache:
             if len(queue) == before:
                 what = f"{plural(len(queue), 'file')}, such as {queue[0].path}"
                 self._report(f"waiting for other processes to index {what}")
+                check_stop()
                 time.sleep(_WAIT_SECONDS)
 
     def _index(self, index: FileIndex, stop: bool, so_far: str) -> FileIndex | None:
@@ -228,6 +245,12 @@ class IndexCache:
                     index.texts = _finalize(texts, self._path(index, "texts"), sample_hash)
                 content = json.dumps(index.model_dump()).encode()
                 write_whole(self._path(index, "json"), content)
+            except Stopped:
+                logger.info(
+                    f"Stopped while indexing {index.path}, which the next start reads again. What "
+                    f"was indexed before it is kept: {so_far}"
+                )
+                raise
             finally:
                 for temporary in (ranges, texts):
                     temporary.unlink(missing_ok=True)
@@ -249,6 +272,19 @@ class IndexCache:
             if of_input or (path is None and error.errno not in _CANT_WRITE):
                 raise
             raise cache_error(self.key, self.folder, error.strerror) from error
+
+
+def _compression_ratio(index: FileIndex) -> float:
+    """Bytes for each byte of a compressed file, measured on the first that are read at once; 1 if
+    they are damaged, which indexing reports.
+    """
+    reads: list[int] = []
+    size = 0
+    count = lambda size: reads.extend([size] if size else [])  # noqa: E731
+    with suppress(Exception), open_plain(Path(index.path), count, index.stamp) as content:
+        while len(reads) < 2 and size < _MEASURED_BYTES and (block := content.read(2**20)):
+            size += len(block)
+    return size / reads[0] if size else 1.0
 
 
 def cache_error(key: str, folder: Path | str, problem: str | None) -> UserError:
@@ -285,7 +321,7 @@ def _locked(path: Path) -> Iterator[str | None]:
         without locks, every process does the work in its own files.
     """
     with path.open("ab") as file:
-        ending = "tmp"
+        ending = _TEMPORARY
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
