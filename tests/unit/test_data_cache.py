@@ -104,8 +104,8 @@ def test_a_request_to_stop_ends_indexing_and_keeps_whole_files(corpus, caplog, m
     with pytest.raises(signals.Stopped):
         read(corpus)
     assert caplog.messages[-1] == (
-        f"Stopped while indexing {corpus / 'b.jsonl'}, which the next start reads again. What was "
-        "indexed before it is kept: 1 of 2 files"
+        f"Stopped while indexing {corpus / 'b.jsonl'}, which the next start reads again; indexes "
+        "of whole files are kept"
     )
     cache = corpus.with_name("cache")
     assert sorted(file.suffix for file in cache.iterdir()) == [".json", ".ranges", ".texts"]

@@ -74,7 +74,7 @@ def test_what_cannot_be_read_is_one_sentence_at_once(tmp_path, monkeypatch, kind
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv", "a.parquet", "a.arrow", "a.bin"])
 def test_a_pointer_of_git_lfs_is_named(tmp_path, name):
     """Also where its description was fetched."""
-    (tmp_path / name).write_text(POINTER)
+    (tmp_path / name).write_text(POINTER, newline="\r\n" if name == "a.txt" else None)
     if name == "a.bin":
         description = {"dtype": "uint16", "tokens": 9, "tokenizer": TOKENIZER.fingerprint}
         (tmp_path / "a.json").write_text(json.dumps(description))

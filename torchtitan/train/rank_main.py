@@ -82,7 +82,7 @@ def _run(resolved: Resolved, setup: Setup, stop: StopRequest, rank: int) -> int:
         if not stop.requested:
             raise
         # Another rank may have noticed the request first, and its end is what failed here.
-        return _report_stop(rank, _BEFORE)
+        return _leave(stop, rank, _BEFORE)
     stop.abandon = lambda: _interrupt(trainer, rank)
     try:
         progress = trainer.train()
@@ -91,13 +91,18 @@ def _run(resolved: Resolved, setup: Setup, stop: StopRequest, rank: int) -> int:
         raise
     trainer.close()
     if trainer.stopped:
-        stop.ignore()
-        if launcher := os.environ.get(LAUNCHER_ENV):
-            os.kill(int(launcher), signal.SIGTERM)
-        return _report_stop(rank, f"after step {progress.step}")
+        return _leave(stop, rank, f"after step {progress.step}")
     if rank == 0:
         _summarize(resolved, progress)
     return 0
+
+
+def _leave(stop: StopRequest, rank: int, when: str) -> int:
+    """Return the exit status after a stop, and make the launcher stop, too."""
+    stop.ignore()
+    if launcher := os.environ.get(LAUNCHER_ENV):
+        os.kill(int(launcher), signal.SIGTERM)
+    return _report_stop(rank, when)
 
 
 def _report_stop(rank: int, when: str) -> int:

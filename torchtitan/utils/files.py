@@ -19,7 +19,7 @@ _PIECE = 2**20
 """Number of bytes to read at once."""
 _STALE_SECONDS = 3600
 """Age from which a temporary file is abandoned."""
-_POINTER = b"version https://git-lfs.github.com/spec/v1\n"
+_POINTER = b"version https://git-lfs.github.com/spec/v1"
 _POINTER_BYTES = 1024
 """A pointer is smaller, by git-lfs's specification."""
 

@@ -116,7 +116,7 @@ class Corpus:
             except DataError as error:
                 raise UserError(f"{self.key}: {error}") from error
             except OSError as error:
-                raise UserError(f"{self.key}: {stamp.path}: {error}") from error
+                raise UserError(f"{self.key}: {stamp.path}: {error.strerror or error}") from error
 
     def texts(self, advance: Callable[[int], None]) -> Iterator[tuple[str, int, int]]:
         """The text of every sound document, its hash and its size in bytes.

@@ -247,8 +247,8 @@ class IndexCache:
                 write_whole(self._path(index, "json"), content)
             except Stopped:
                 logger.info(
-                    f"Stopped while indexing {index.path}, which the next start reads again. What "
-                    f"was indexed before it is kept: {so_far}"
+                    f"Stopped while indexing {index.path}, which the next start reads again; "
+                    "indexes of whole files are kept"
                 )
                 raise
             finally:
