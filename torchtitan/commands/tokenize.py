@@ -14,7 +14,6 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from functools import partial
@@ -27,10 +26,9 @@ from torchtitan.config.sections.schema import Model
 from torchtitan.data.encode.chat import Chat
 from torchtitan.data.encode.tokenizer import build_tokenizer
 from torchtitan.data.order.packing import PackingStats
-from torchtitan.data.read.corpus import Corpus, RawDocument, hash_text
+from torchtitan.data.read.corpus import Corpus, hash_text
 from torchtitan.data.read.documents import show_bad_documents
 from torchtitan.data.read.files import REPORT
-from torchtitan.data.read.opening import BadDocument
 from torchtitan.data.tokens.encoding import Encoder
 from torchtitan.data.tokens.tokenizing import (
     HeldOutSplit,
@@ -163,18 +161,23 @@ def _write(
     output: Output,
     split: HeldOutSplit | None,
     corpus: Corpus,
+    chat: Chat | None,
 ) -> int:
     """Write the missing token files; returns the number of parts."""
-    items, split = _documents(corpus, encoder, split, lambda size: None)
-    _check_texts(items, encoder, split, options.input)
-    if split and split.tail is not None:
-        print(f"Of the only document, the last {split.share:.3%} are held out")
     try:
-        for target in (output, split.output) if split else (output,):
-            target.folder.mkdir(parents=True, exist_ok=True)
         progress = _Progress(corpus.size)
         with progress.meter.bar:
-            items, split = _documents(corpus, encoder, split, progress.meter.advance)
+            items = corpus.items(progress.meter.advance)
+            tail: int | None = None
+            if split and not encoder.messages:
+                items, tail = split_alone(items, encoder.column, split.share)
+            if split and tail is not None:
+                split = replace(split, tail=tail)
+                print(f"Of the only document, the last {split.share:.3%} are held out")
+            else:
+                _check_texts(corpus, chat, split)
+            for target in (output, split.output) if split else (output,):
+                target.folder.mkdir(parents=True, exist_ok=True)
             return tokenize(
                 items, encoder, output, options.workers, advance=progress.wrote, split=split
             )
@@ -189,52 +192,32 @@ def _write(
         ) from error
 
 
-def _documents(
-    corpus: Corpus, encoder: Encoder, split: HeldOutSplit | None, advance: Callable[[int], None]
-) -> tuple[Iterator[RawDocument], HeldOutSplit | None]:
-    """The documents to encode, and what to hold out of them."""
-    items = corpus.items(advance)
-    if split and not encoder.messages:
-        items, tail = split_alone(items, encoder.column, split.share)
-        split = replace(split, tail=tail)
-    return items, split
-
-
-def _check_texts(
-    items: Iterator[RawDocument], encoder: Encoder, split: HeldOutSplit | None, paths: Sequence[str]
-) -> None:
+def _check_texts(corpus: Corpus, chat: Chat | None, split: HeldOutSplit | None) -> None:
     """Check that there is text to write, and to hold out. Reads until there is.
 
     Raises:
         UserError: there is none.
     """
-    count = 0
-    bad = Counter[str]()
     missing = {False, True} if split else {False}
     """Whether to hold out a document that is still to be found."""
-    for item in items:
-        try:
-            text = encoder.text(item)
-        except BadDocument as error:
-            if encoder.stop:
-                return  # which encoding it reports
-            bad[error.kind] += 1
-            continue
+    count = 0
+    for text, hash, _ in corpus.texts(lambda size: None):
         count += 1
+        if chat:
+            hash = hash_text(chat.rendered(text).text)[0]
         if text:
-            hash = np.array([hash_text(text)[0]], np.uint64)
-            missing.discard(bool(split and split.choose(hash)[0]))
+            missing.discard(bool(split and split.choose(np.array([hash], np.uint64))[0]))
         if not missing:
             return
-    skipped = f"; {show_bad_documents(bad)} skipped" if bad else ""
-    if len(missing) == 1 and split:
-        which, change = ("none", "larger") if missing == {True} else ("each", "smaller")
+    skipped = f"{show_bad_documents(corpus.skip_counts)} skipped"
+    if split and len(missing) == 1:
+        which = "none" if True in missing else "each"
         raise UserError(
-            f"--held-out: {which} of {plural(count, 'document')} is held out{skipped}; choose a "
-            f"{change} share"
+            f"--held-out: {which} of {plural(count, 'document')} is held out, {skipped}; choose "
+            "another share"
         )
     text = f"all {count:,} documents are empty" if count else "no documents"
-    raise UserError(f"--input: {', '.join(paths)} holds no text: {text}{skipped}")
+    raise UserError(f"--input: {', '.join(corpus.paths)} holds no text: {text}; {skipped}")
 
 
 def main(argv: list[str]) -> int:
@@ -247,22 +230,23 @@ def run(argv: list[str]) -> str:
     options = parser().parse_args(argv)
     stop = options.on_bad_document == "stop"
     column = options.messages_column or options.text_column
-    corpus = Corpus(options.input, "--input", column, stop=stop)
     tokenizer = build_tokenizer(
         options.tokenizer, None, options.end_of_document, options.chat_template
     )
+    messages = options.messages_column is not None
+    chat = Chat(tokenizer, "--messages-column") if messages else None
+    corpus = Corpus(options.input, "--input", column, chat=chat, stop=stop)
     if options.best_fit:
         tokenizer.end_for("--best-fit")
     for note in (*tokenizer.notes, tokenizer.describe()):
         print(note)
-    messages = options.messages_column is not None
     common = {
         "source": corpus.fingerprint,
         "tokenizer": tokenizer.fingerprint,
         "part": options.part,
         "held_out": options.held_out,
         "best_fit": options.best_fit,
-        "chat_template": Chat(tokenizer, "--messages-column").fingerprint if messages else None,
+        "chat_template": chat.fingerprint if chat else None,
     }
     output = Output(options.output, options.name, options.part, common, options.best_fit)
     split = None
@@ -274,7 +258,7 @@ def run(argv: list[str]) -> str:
     encoder = Encoder(tokenizer.origin, column, stop, messages)
     file_count = complete_count
     if not _is_whole(split.output if split else output, complete_count):
-        file_count = _write(options, encoder, output, split, corpus)
+        file_count = _write(options, encoder, output, split, corpus, chat)
     report = _report(output, file_count, corpus)
     print(f"Read {corpus.sources()}")
     _print_report(output.folder, report)

@@ -122,20 +122,16 @@ def regular_handle(path: str | Path, *, links: bool = False) -> int:
     handle = os.open(path, flags if links else flags | os.O_NOFOLLOW)
     status = os.fstat(handle)
     kind = stat.S_IFMT(status.st_mode)
-    is_pointer = (
-        kind == stat.S_IFREG
-        and status.st_size < _POINTER_BYTES
-        and os.pread(handle, len(_POINTER), 0) == _POINTER
-    )
-    if kind == stat.S_IFREG and not is_pointer:
-        return handle
-    os.close(handle)
-    if is_pointer:
+    number, problem = errno.EINVAL, "not a regular file"
+    if kind == stat.S_IFREG:
+        if status.st_size >= _POINTER_BYTES or os.pread(handle, len(_POINTER), 0) != _POINTER:
+            return handle
+        number = errno.ENODATA
         problem = "a pointer of git-lfs, not the file: run `git lfs pull` in its repository"
-        raise OSError(errno.ENODATA, problem, str(path))
-    if kind == stat.S_IFDIR:
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    raise OSError(errno.EINVAL, "not a regular file", str(path))
+    elif kind == stat.S_IFDIR:
+        number, problem = errno.EISDIR, os.strerror(errno.EISDIR)
+    os.close(handle)
+    raise OSError(number, problem, str(path))
 
 
 BOM = codecs.BOM_UTF8

@@ -2,7 +2,6 @@
 the files beside it.
 """
 
-import base64
 import json
 import math
 import re
@@ -160,10 +159,6 @@ def _growth(component: Any) -> float:
             return math.prod(map(factor, step.get("normalizers") or step.get("decoders") or []))
         if kind == "Prepend":
             return 1.0 + len(step["prepend"])
-        if kind == "Precompiled":  # the size of a trie, the trie, and what it writes
-            charsmap = base64.b64decode(step["precompiled_charsmap"])
-            texts = charsmap[4 + int.from_bytes(charsmap[:4], "little") :].split(b"\0")
-            return float(max(1, *map(len, texts)))
         if kind != "Replace":
             return 1.0
         replaced = step["pattern"].get("String", "x")  # a pattern may match one character

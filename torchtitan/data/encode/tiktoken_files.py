@@ -8,7 +8,7 @@ specifications here; a file that matches none is refused.
 
 import base64
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -331,7 +331,9 @@ def _read_tekken(path: Path) -> tuple[dict[bytes, int], EncodingSpec, dict[str, 
             (base64.b64decode(e["token_bytes"], validate=True), token_id(e["rank"]))
             for e in entries
         ]
-        names = dict(_tekken_special(content.get("special_tokens") or []))
+        names = {0: "<unk>", 1: "<s>", 2: "</s>"}
+        for token in content.get("special_tokens") or []:
+            names[token_id(token["rank"])] = str(token["token_str"])
         pattern = str(config["pattern"])
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{start}{type(error).__name__}: {error}") from None
@@ -339,9 +341,3 @@ def _read_tekken(path: Path) -> tuple[dict[bytes, int], EncodingSpec, dict[str, 
     special = {names.get(id, f"<SPECIAL_{id}>"): id for id in range(first)}
     spec = EncodingSpec("Mistral's tekken.json", pattern, {}, 0, "<s>", "</s>")
     return {token: first + rank for token, rank in pairs}, spec, special
-
-
-def _tekken_special(entries: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, str]]:
-    yield from enumerate(("<unk>", "<s>", "</s>"))
-    for token in entries:
-        yield token_id(token["rank"]), str(token["token_str"])

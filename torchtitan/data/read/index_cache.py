@@ -165,22 +165,21 @@ class IndexCache:
         """
         copied = [index for index in new_indexes if index.copied]
         compressed = [index for index in copied if is_compressed(Path(index.path))]
-        largest = max(compressed, key=lambda index: index.size, default=None)
-        ratio = _compression_ratio(largest) if largest else 1.0
-        size = sum(index.size for index in new_indexes) // _MEAN_DOCUMENT_BYTES * RANGE_BYTES
-        for index in copied:
-            is_table = index.kind in ("parquet", "arrow")  # compressed inside
-            size += round(index.size * (_TABLE_RATIO if is_table else 1))
-        size += round(sum(index.size for index in compressed) * (ratio - 1))
+        tables = [index for index in copied if index.kind in ("parquet", "arrow")]
+        size = _total(new_indexes) // _MEAN_DOCUMENT_BYTES * RANGE_BYTES
+        size += _total(copied) + (_TABLE_RATIO - 1) * _total(tables)
+        if compressed:
+            largest = max(compressed, key=lambda index: index.size)
+            size += round((_compression_ratio(largest) - 1) * _total(compressed))
         free = shutil.disk_usage(self.folder).free
         what = f"a copy of the texts of {plural(len(copied), 'file')} and " if copied else ""
         logger.info(
             f"Indexing {plural(len(new_indexes), 'file')} "
-            f"({show_size(sum(index.size for index in new_indexes))}) once: {what}the documents' "
-            f"positions go to {self.folder}, about {show_size(size)} of {show_size(free)} free "
-            f"there. Set {self.key} to use another folder"
+            f"({show_size(_total(new_indexes))}) once: {what}the documents' positions "
+            f"go to {self.folder}, about {show_size(size)} of {show_size(free)} free there. Set "
+            f"{self.key} to use another folder"
         )
-        if sum(index.size for index in compressed) > free:
+        if _total(compressed) > free:
             raise UserError(
                 f"{self.key}: {self.folder} has {show_size(free)} free, too little for {what}the "
                 f"documents' positions: about {show_size(size)}. Name a folder with more space, or "
@@ -272,6 +271,10 @@ class IndexCache:
             if of_input or (path is None and error.errno not in _CANT_WRITE):
                 raise
             raise cache_error(self.key, self.folder, error.strerror) from error
+
+
+def _total(indexes: Sequence[FileIndex]) -> int:
+    return sum(index.size for index in indexes)
 
 
 def _compression_ratio(index: FileIndex) -> float:

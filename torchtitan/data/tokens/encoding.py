@@ -60,20 +60,6 @@ class Encoder:
     messages: bool = False
     """Whether the documents are conversations."""
 
-    @property
-    def chat(self) -> Chat | None:
-        """Reads the documents if they are conversations."""
-        return _chat(self.tokenizer) if self.messages else None
-
-    def text(self, item: RawDocument) -> str:
-        """The text of a document.
-
-        Raises:
-            BadDocument: it has none.
-        """
-        text = decode(item.content, self.column, self.chat)
-        return self.chat.rendered(text).text if self.chat else text
-
     def __call__(self, batch: Sequence[RawDocument]) -> Encoded:
         """
         Raises:
@@ -81,7 +67,7 @@ class Encoder:
         """
         tokenizer = tokenizer_of(self.tokenizer)
         dtype = token_dtype(tokenizer, self.messages)
-        chat = self.chat
+        chat = _chat(self.tokenizer) if self.messages else None
         ids: list[NDArray[Any]] = []
         hashes: list[int] = []
         sizes: list[int] = []
