@@ -15,9 +15,10 @@ from tests.corpora import TOKENIZER, loader
 from tests.damaged_models import POINTER
 from torchtitan.commands import tokenize
 from torchtitan.data.encode.tokenizer import LONG
+from torchtitan.data.read import opening
 from torchtitan.data.read.documents import LocalDocuments
 from torchtitan.data.read.files import Ignored, find_text_files, find_token_files, path_problem
-from torchtitan.data.read.opening import DataError, FileStamp, open_plain
+from torchtitan.data.read.opening import DataError, FilePool, FileStamp, open_plain
 from torchtitan.data.read.records import read_records
 from torchtitan.data.tokens.token_files import write_token_file
 from torchtitan.utils.errors import UserError
@@ -373,6 +374,20 @@ def test_token_files_at_any_depth(tokens, tmp_path, caplog, monkeypatch):
     assert "and not what lies beside: more.jsonl" in caplog.text
     (inner / "a.bin").unlink()
     assert find_token_files(str(tmp_path / "tokens"), "key") == []
+
+
+def test_files_are_closed_when_modules_are_gone(tmp_path, monkeypatch):
+    """As at the exit of the interpreter."""
+    path = write_lines(tmp_path / "a.jsonl")
+    pool = FilePool()
+    pool.read(str(path), 0, 1)
+    ((handle, _),) = pool._open.values()
+    with monkeypatch.context() as patches:
+        patches.setattr(opening, "os", None)
+        pool.__del__()
+    pool._open.clear()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(handle)
 
 
 def test_padding_between_streams_of_xz_is_legal(tmp_path):
