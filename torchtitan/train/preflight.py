@@ -220,9 +220,19 @@ def machine_facts(config: Config) -> Facts:
         torch=installed_torch(),
         old_torch=torch_is_before_2_13(),
         folders={path for path in folders if os.path.isdir(storage_path(path))},
+        checkpoints=_checkpoints(config),
         packages={name for name in packages if importlib.util.find_spec(name)},
         compilers=_registered_compilers(config),
     )
+
+
+def _checkpoints(config: Config) -> list[str]:
+    """The complete checkpoints in a local folder; looked up only for `load_step`."""
+    folder = config.checkpoint.folder
+    if config.checkpoint.load_step < 0 or is_url(folder):
+        return ABSENT
+    manifests = storage_path(folder, config.job.dump_folder).glob("step-*/manifest.json")
+    return [path.parent.name for path in manifests]
 
 
 def _registered_compilers(config: Config) -> list[str]:
