@@ -3,7 +3,9 @@
 import json
 import logging
 import math
+from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,7 +15,7 @@ from tests.runs import SAVE, SCHEDULE, arguments, losses, read_metrics, train
 from torchtitan.config import resolve
 from torchtitan.config.registry import callbacks
 from torchtitan.testing.ranks import RankFailure
-from torchtitan.train.callbacks import Callback, build_callbacks
+from torchtitan.train.callbacks import Callback, CallbackStates, build_callbacks
 from torchtitan.train.preflight import preflight
 from torchtitan.train.trainer import Trainer
 from torchtitan.utils.errors import ConfigError, UserError
@@ -242,25 +244,60 @@ LOOP = {}
 LOOP["loop"] = LOOP
 
 
+NESTED = {}
+for _ in range(99):
+    NESTED = {"inner": NESTED}
+
+
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({"average": torch.zeros(2)}, "can't be saved: Object of type Tensor is not JSON"),
-        ({"best": math.inf}, "can't be saved: Out of range float values"),
-        (LOOP, "can't be saved: Circular reference"),
-        ({"text": "\ud800"}, "can't be saved: 'utf-8' codec can't encode"),
-        ({"counts": {1: 2}}, "changes when it is saved. Return what JSON gives back unchanged"),
-        ({"pair": (1, 2)}, "changes when it is saved"),
-        ([1], "changes when it is saved"),
-        ({"text": "x" * 2**20}, "has 1,048,588 bytes as JSON, more than 1,048,576"),
+        ({"average": torch.zeros(2)}, "a value of type torch.Tensor at .average, which"),
+        ({"best": math.inf}, "the number inf at .best, which"),
+        (LOOP, "more than 100 levels of lists and dicts at .loop"),
+        ({"inner": NESTED}, "more than 100 levels"),
+        ({"text": "\ud800"}, "a string with a lone surrogate at .text"),
+        ({"counts": {1: 2}}, "a key of type int at .counts"),
+        ({"pair": (1, 2)}, "a value of type tuple at .pair"),
+        ({"seen": {1}}, "a value of type set at .seen"),
+        ({"count": np.float64(1)}, "a value of type numpy.float64 at .count"),
+        ({"text": "x" * 2**20}, "1,048,588 bytes as JSON, more than 1,048,576"),
     ],
-    ids=["tensor", "infinity", "loop", "text", "keys", "tuple", "list", "large"],
 )
-def test_a_state_that_cannot_be_saved_is_an_error_before_the_save(ranks, tmp_path, state, message):
-    argv = arguments(tmp_path, *SAVE, "--checkpoint.interval=1", steps=2)
-    (error,) = ranks(1, remembering, argv, [state])
-    assert error.startswith(f"UserError: callback Remembers: state_dict() {message}")
-    assert list((tmp_path / "out/checkpoint").iterdir()) == []
+def test_a_state_that_a_checkpoint_cannot_hold(state, message):
+    with pytest.raises(UserError) as error:
+        CallbackStates([Remembers(state)]).state_dict()
+    start = "training.callbacks: the state_dict() of 'Remembers' has "
+    assert str(error.value).startswith(start + message)
+
+
+def test_a_state_that_a_checkpoint_can_hold_is_copied():
+    state = {"counts": Counter("aab"), "best": 0.1, "none": None, "deep": NESTED["inner"]}
+    copy = CallbackStates([Remembers(state)]).state_dict()["Remembers"]
+    assert copy == state
+    assert copy["counts"] is not state["counts"]
+    with pytest.raises(UserError, match="value of type NoneType, not a dict"):
+        CallbackStates([Remembers(None)]).state_dict()
+
+
+class Spoils(Remembers):
+    def after_step(self, run, result):
+        if run.progress.step == 2:
+            self.state["best"] = math.nan
+
+
+def spoiling(argv, state):
+    return trained(argv, Spoils(state))
+
+
+def test_it_is_found_before_the_first_step_and_later_names_the_last_checkpoint(ranks, tmp_path):
+    argv = arguments(tmp_path, *SAVE, "--checkpoint.interval=1", steps=3)
+    (error,) = ranks(1, spoiling, argv, {"best": math.inf})
+    assert "has the number inf at .best" in error
+    assert not (tmp_path / "out/metrics.jsonl").exists()
+    (error,) = ranks(1, spoiling, argv, {})
+    assert "has the number nan at .best" in error
+    assert error.endswith(f"the last good checkpoint is {tmp_path}/out/checkpoint/step-1")
 
 
 def test_a_state_that_cannot_be_loaded_is_an_error_that_names_the_callback(ranks, tmp_path):

@@ -27,6 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from torchtitan.config.registry import callbacks as registered
 from torchtitan.config.sections.schema import Config
+from torchtitan.data.read.streams import check_state
 from torchtitan.optim.expert_balance import ExpertBalance
 from torchtitan.optim.optimizer import AnyOptimizer
 from torchtitan.parallel.agree import from_all
@@ -55,7 +56,8 @@ class Callback:
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that checkpoints hold, for `load_state_dict`. Called with each save.
+        """The state that checkpoints hold, for `load_state_dict`. Called after `on_start`, so that
+        a state which can't be saved ends the run at once, and with each save.
 
         It consists of JSON values: dictionaries with strings as keys, lists, strings, finite
         numbers, booleans and None. It should be the same on all ranks: rank 0's is saved.
@@ -123,7 +125,7 @@ class CallbackStates:
         """All states.
 
         Raises:
-            UserError: a state isn't JSON.
+            UserError: a checkpoint couldn't hold a state.
         """
         return {name: _json_copy(name, x.state_dict()) for name, x in self.callbacks.items()}
 
@@ -147,28 +149,19 @@ class CallbackStates:
 
 
 def _json_copy(name: str, state: dict[str, Any]) -> dict[str, Any]:
-    """A copy of a callback's state after the conversion to JSON and back, as in a checkpoint."""
-    what = f"callback {name}: state_dict()"
-    try:
-        text = json.dumps(state, allow_nan=False, ensure_ascii=False).encode()
-        copy: dict[str, Any] = from_json(text)  # as manifests are read
-        is_same = isinstance(state, dict) and copy == state
-    except (TypeError, ValueError, RecursionError) as error:
-        raise UserError(f"{what} can't be saved: {error}. {_JSON}") from error
-    if not is_same:
-        raise UserError(f"{what} changes when it is saved. {_JSON}")
+    """A copy of a callback's state, as a checkpoint will hold it."""
+    check_state(state, "training.callbacks", name)
+    text = json.dumps(state, ensure_ascii=False).encode()
     if len(text) > _MOST_BYTES:
         raise UserError(
-            f"{what} has {len(text):,} bytes as JSON, more than {_MOST_BYTES:,}; write large data "
-            "to a separate file, and keep its name here"
+            f"training.callbacks: the state_dict() of {name!r} has {len(text):,} bytes as JSON, "
+            f"more than {_MOST_BYTES:,}; write large data to a separate file, and keep its name "
+            "here"
         )
+    copy: dict[str, Any] = from_json(text)  # as manifests are read
     return copy
 
 
-_JSON = (
-    "Return what JSON gives back unchanged: dictionaries with strings as keys, lists, strings, "
-    "finite numbers, booleans and None"
-)
 _MOST_BYTES = 2**20
 """Largest state of a callback as JSON; manifests are read whole."""
 

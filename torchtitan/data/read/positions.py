@@ -232,14 +232,14 @@ def complete_state(state: DataState, positions: Sequence[DataPosition]) -> DataS
 
 def json_fault(value: object, depth: int = 0) -> tuple[str, str] | None:
     """Path and description of an element of `value` that JSON would change, or None."""
-    if type(value) is dict:
+    if isinstance(value, dict):
         for key in value:
-            if type(key) is not str:
+            if not isinstance(key, str):
                 return "", f"a key of type {_name(type(key))}"
             if key_fault := _scalar_fault(key):
                 return "", f"as a key, {key_fault}"
         items = [(f".{key}", inner) for key, inner in value.items()]
-    elif type(value) is list:
+    elif isinstance(value, list):
         items = [(f"[{index}]", inner) for index, inner in enumerate(value)]
     else:
         scalar_fault = _scalar_fault(value)

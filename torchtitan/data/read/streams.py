@@ -183,8 +183,8 @@ class StreamCursor:
 def check_state(state: Any, key: str, name: str) -> None:
     """
     Args:
-        state: of the stream.
-        key: the configuration key of the stream.
+        state: of a stream or a callback.
+        key: the configuration key that names it.
         name: its value.
 
     Raises:
