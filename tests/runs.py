@@ -224,8 +224,9 @@ def assert_averages(average, expected):
         assert torch.equal(average[name], value), name
 
 
-def read_metrics(dump_folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (dump_folder / "metrics.jsonl").read_text().splitlines()]
+def read_metrics(dump_folder: Path, name: str = "metrics") -> list[dict[str, Any]]:
+    lines = (dump_folder / f"{name}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
 
 
 def losses(run: dict[str, Any]) -> list[float]:

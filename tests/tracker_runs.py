@@ -24,6 +24,7 @@ class Start:
         self.trackers = Trackers(
             config, job, {"a": {"b": 3}}, self.ledger, start_step=step, custom=Custom()
         )
+        self.trackers.call("rewind", step)  # as training begins
         self.step = step
         self.reason = end
 

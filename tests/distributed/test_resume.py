@@ -22,6 +22,7 @@ from tests.runs import (
     assert_averages,
     assert_continues,
     losses,
+    read_metrics,
     train,
 )
 from torchtitan.checkpoint.commit import committed_steps
@@ -110,6 +111,14 @@ def test_load_step_and_exclude_from_loading(ranks, tmp_path):
         "a new model on the first batch"
     )
     assert fresh["progress"]["step"] == 6
+    metrics = read_metrics(tmp_path / "out")
+    argv = arguments(tmp_path, *SAVE, "--checkpoint.load_step=3", steps=3)
+    assert ranks(1, train, argv)[0]["metrics"] == metrics, "nothing was trained"
+    assert committed_steps(tmp_path / "out/checkpoint")[-1] == 6
+    argv = arguments(tmp_path, *SAVE, "--checkpoint.load_step=3", "--optimizer.lr=1", steps=5)
+    assert losses(ranks(1, train, argv)[0])[4] != losses(fresh)[4]
+    argv = arguments(tmp_path, *SAVE, "--checkpoint.load_step=6", steps=7)
+    assert ranks(1, train, argv)[0]["metrics"][:6] == metrics, "those of the branch of step 6"
     with pytest.raises(AssertionError, match="has no step 4"):
         ranks(1, train, arguments(tmp_path, *SAVE, "--checkpoint.load_step=4", steps=6))
 
@@ -271,7 +280,10 @@ def test_experts_move_between_ranks(ranks, tmp_path):
         assert_averages(run["average"], oracle.values())
     assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
     assert all(torch.equal(a, b) for a, b in zip(rows, whole["rows"], strict=True))
-    loads = [(tmp_path / name / "expert_load.jsonl").read_text() for name in ("out", "whole")]
+    loads = [
+        [line["rows"] for line in read_metrics(tmp_path / name, "expert_load")]
+        for name in ("out", "whole")
+    ]
     assert loads[0] == loads[1]
     for name, weight in whole["weights"].items():
         if ".router." in name and not name.endswith("weight"):

@@ -20,10 +20,9 @@ class CsvFile:
     def __init__(self, dump_folder: Path, start_step: int, keys: Keys):
         self.path = dump_folder / "metrics.csv"
         self.columns = keys.columns
-        self.rewind(start_step)
 
     def rewind(self, step: int) -> None:
-        """Drop the steps that will be trained again."""
+        """Drop the records after `step`, which are trained again."""
         lines = self.path.read_text().splitlines()[1:] if step and self.path.exists() else []
         kept = [line for line in lines if int(line.split(",")[0]) <= step]
         self.path.write_text("\n".join([",".join(self.columns), *kept, ""]))

@@ -11,7 +11,10 @@ from tests.checkpoints import ABOUT, small_checkpointer, train_state
 from torchtitan.checkpoint import commit
 from torchtitan.checkpoint.commit import ABANDONED, abandoned_at, committed_steps
 from torchtitan.commands import ckpt
+from torchtitan.config import resolve
+from torchtitan.train.preflight import preflight
 from torchtitan.utils import storage
+from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.logging import logger
 from torchtitan.utils.storage import storage_path
 
@@ -47,7 +50,8 @@ def start(folder, *saves, last=20, config="", **settings):
     try:
         resumed = checkpointer.resume()
         step = resumed.step if resumed else 0
-        checkpointer.settle_folder(step, trains=step < last)
+        if step < last:
+            checkpointer.continue_after(step)
         for param in checkpointer.trained.models[0].parameters():
             param.grad = param.detach() * 0
         checkpointer.trained.optimizer.step()
@@ -88,7 +92,8 @@ def test_with_nothing_left_to_train_nothing_is_abandoned(folder):
 
 def test_the_same_command_goes_back_once_and_another_again(folder):
     start(folder, 2, 4, 6)
-    same = "optimizer.lr = 1.0\ntraining.steps = {}\nparallelism.x = {}\ncheckpoint.load_step = 2"
+    same = "optimizer.lr = 1.0\ntraining.steps = {0}\nparallelism.x = {1}\nmetrics.log_freq = {1}\n"
+    same += "validation.freq = {1}\ncheckpoint = {{ load_step = 2, interval = {1} }}"
     assert start(folder, load_step=2, config=same.format(8, 1)) == 2
     assert start(folder, 3, load_step=2, config=same.format(8, 1)) == 2, "nothing was saved"
     assert start(folder, load_step=2, config=same.format(8, 1)) == 3
@@ -111,19 +116,21 @@ def test_an_abandoned_step_can_be_returned_to(folder):
     assert committed_steps(folder) == [2, 8], "step 3 isn't an ancestor of step 8"
 
 
-def test_killed_while_it_marks_them_the_same_command_does_the_rest(folder):
+def test_killed_while_it_marks_them_the_next_start_does_the_rest(folder):
     start(folder, 2, 4, 6, 8)
     real = commit.write_file
 
     def once(path, content):
-        if path.parent.name == "step-4":
+        if path.parent.name == "step-6":
             raise Killed
         real(path, content)
 
     with mock.patch.object(commit, "write_file", once), pytest.raises(Killed):
         start(folder, load_step=2)
-    assert start(folder, load_step=2) == 2
+    assert committed_steps(folder, abandoned=True) == [4]
+    assert start(folder) == 2, "not 8, of the branch that was left"
     assert committed_steps(folder) == [2]
+    assert not (folder / "going-back").exists()
     (folder / "step-8" / ABANDONED).write_bytes(b"")  # cut off
     assert abandoned_at(folder / "step-8") == 0
     assert start(folder) == 2
@@ -144,7 +151,7 @@ def test_retention_deletes_abandoned_steps_first_but_only_those_behind(folder):
 
 def test_a_deletion_that_a_kill_prevented_is_made_up_for_at_the_next_start(folder):
     start(folder, 2, 4, 6)
-    assert start(folder, keep_latest_k=2, last=6) == 6
+    assert start(folder, keep_latest_k=2) == 6
     assert committed_steps(folder) == [4, 6]
 
 
@@ -167,6 +174,16 @@ def test_a_rewind_abandons_what_it_passes(folder):
     checkpointer.close()
     assert committed_steps(folder) == [2, 4]
     assert committed_steps(folder, abandoned=True) == [6]
+
+
+def test_a_missing_step_is_refused_before_the_start(tmp_path):
+    for name in ("step-4/manifest.json", "step-10/manifest.json", "step-9/tensors.json"):
+        (tmp_path / "checkpoint" / name).parent.mkdir(parents=True)
+        (tmp_path / "checkpoint" / name).touch()
+    flags = ["--checkpoint.enable", f"--job.dump_folder={tmp_path}", "--checkpoint.load_step"]
+    with pytest.raises(ConfigError, match=r"load_step: .* has no step 9 \(it has: 4, 10\)"):
+        preflight(resolve([*flags, "9"], 1).config)
+    preflight(resolve([*flags, "4"], 1).config)
 
 
 def test_the_commands_tell_them_apart(tmp_path, capsys):

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 
 from tests.runs import SAVE, SCHEDULE, arguments, read_metrics
+from torchtitan.telemetry.history import History
 from torchtitan.telemetry.run_record import RunRecord
 from torchtitan.telemetry.scores import record_scores
 from torchtitan.telemetry.trackers.jsonl import JsonlSink
@@ -39,7 +40,7 @@ def full(*names):
 
 
 def test_a_line_that_does_not_fit_leaves_nothing(tmp_path, caplog):
-    sink = JsonlSink(tmp_path / "metrics.jsonl", 0)
+    sink = JsonlSink(tmp_path / "metrics.jsonl", History())
     sink.log({"step": 1})
     with full("metrics.jsonl"):
         sink.log({"step": 2})
@@ -82,9 +83,10 @@ def test_whatever_stands_where_a_file_should_be(tmp_path, kind, caplog):
     """A start that resumes, one from scratch, a rewind, and a line."""
     for step in (0, 5):
         odd(tmp_path / "metrics.jsonl", kind)
-        sink = JsonlSink(tmp_path / "metrics.jsonl", step)
+        sink = JsonlSink(tmp_path / "metrics.jsonl", History(), new_run=step == 0)
+        sink.follow(step)
         sink.log({"step": 6})
-        sink.rewind(7)
+        sink.follow(7)
         sink.log({"step": 7})
         lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
         assert [json.loads(line)["step"] for line in lines] == [6, 7]

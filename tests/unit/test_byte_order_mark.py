@@ -18,14 +18,14 @@ from torchtitan.config import resolve
 from torchtitan.data.encode.chat import Chat
 from torchtitan.data.encode.tokenizer import build_tokenizer
 from torchtitan.parallel.pipeline.schedules import schedule_file
-from torchtitan.telemetry.trackers.jsonl import drop_after
+from torchtitan.telemetry.history import History
+from torchtitan.telemetry.trackers.jsonl import JsonlSink
 from torchtitan.tools.launch.slurm_script import read_runs
 from torchtitan.tools.planner.calibrate import read_run
 from torchtitan.tools.planner.hardware import load_hardware
 from torchtitan.tools.reports.folder import read_folder
 from torchtitan.utils.files import BOM, text_of
 from torchtitan.utils.formats import read_json_object
-from torchtitan.utils.run_files import RunFile
 
 TEXTS = {
     "base.toml": '[job]\ndescription = "ä"\n',
@@ -56,7 +56,7 @@ def pipeline(folder):
 
 
 def later_steps_dropped(folder):
-    drop_after(RunFile(folder / "metrics.jsonl"), 1)
+    JsonlSink(folder / "metrics.jsonl", History()).follow(1)
     return (folder / "metrics.jsonl").read_text()
 
 

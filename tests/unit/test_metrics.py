@@ -7,10 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.runs import read_metrics
 from torchtitan.config.sections import schema
 from torchtitan.telemetry import experts as observed
 from torchtitan.telemetry.console import ConsoleSink, StageCost
 from torchtitan.telemetry.experts import read_loads
+from torchtitan.telemetry.history import History
 from torchtitan.telemetry.metrics import MetricsReporter, peak_flops
 from torchtitan.telemetry.run_record import RunRecord
 from torchtitan.telemetry.scores import record_scores
@@ -43,13 +45,14 @@ def one_rank(monkeypatch):
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
 
 
-def make(folder, start=0, total=20, peak=None, experts=False, **kwargs):
+def make(folder, start=0, total=20, peak=None, experts=False, history=None, **kwargs):
     job = schema.Job(dump_folder=str(folder))
     config = schema.Metrics(**kwargs)
     rates = {"stages": [StageCost(1, 2e9, 1000)], "peak_flops": peak}
     ledger = RunRecord(folder, {}, step=start, resumable=False, writes=True, began=0.0)
     return MetricsReporter(
-        config, job, {}, ledger, start_step=start, total_steps=total, **rates, experts=experts
+        *(config, job, {}, ledger, history or History()),
+        **{"start_step": start, "total_steps": total, **rates, "experts": experts},
     )
 
 
@@ -62,6 +65,8 @@ def test_scores_of_checkpoints_that_are_written_again_are_dropped(one_rank, tmp_
         return [json.loads(line)["step"] for line in lines]
 
     metrics = make(tmp_path, start=10)
+    assert steps() == [5, 10, 15], "nothing is trained yet"
+    metrics.continue_after(10)
     assert steps() == [5, 10]
     metrics.rewind(5)
     assert steps() == [5]
@@ -95,7 +100,7 @@ def test_record_has_every_field_and_right_rates(one_rank, tmp_path, monkeypatch)
     assert record["tflops"] == pytest.approx(2.8)
     assert record["mfu"] == pytest.approx(1.4)
     assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [
-        record
+        {**record, "branch": None}
     ]
 
 
@@ -125,6 +130,7 @@ def test_what_is_said_of_experts(one_rank, tmp_path):
         "step": 2,
         "steps": 1,
         "rows": {"1": [8, 0, 4, 4], "2": [6, 6, 2, 2]},
+        "branch": None,
     }
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     events = accumulator.EventAccumulator(str(tmp_path / "tb")).Reload()
@@ -170,15 +176,57 @@ def test_first_last_and_every_kth_step_are_due(one_rank, tmp_path):
 def test_resume_drops_steps_that_will_be_trained_again(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": s}) + "\n" for s in (1, 5, 9)) + '{"step": 10, "lo')
-    sink = JsonlSink(path, start_step=5)
+    sink = JsonlSink(path, History())
+    sink.follow(5)
     sink.log({"step": 6})
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 5, 6]
+
+
+def test_records_follow_the_branches_of_checkpoints(one_rank, tmp_path):
+    """8 steps, back to 4, on to 6, back to 4 again and on to 9; then each branch is returned to."""
+    saved, calls = {}, []
+
+    def train(begin, *steps, branches=None):
+        history = History()
+        history.branches = dict(branches or {})
+        metrics = make(tmp_path, start=begin, history=history)
+        metrics.trackers.call = lambda *call: calls.append(call)
+        metrics.continue_after(begin)
+        loss = len(saved) + 1
+        for step in steps:
+            metrics.log_validation(
+                step, [{"name": "", "loss": loss, "bits_per_byte": None, "tokens": 1}]
+            )
+            record_scores(tmp_path, step, {"loss": loss}, {}, branch=history.branch_of(step))
+        saved[loss] = history.branches
+        metrics.close()
+        for name in ("metrics", "evals"):
+            records = read_metrics(tmp_path, name)
+            yield [(x["step"], x.get("validation_loss") or x["scores"]["loss"]) for x in records]
+
+    def both(*args, **kwargs):
+        metrics, evals = train(*args, **kwargs)
+        assert metrics == evals
+        return metrics
+
+    first = [(step, 1) for step in range(1, 9)]
+    assert both(0, *range(1, 9)) == first
+    second = [*first[:4], (5, 2), (6, 2)]
+    assert both(4, 5, 6, branches=saved[1]) == second
+    third = [*first[:4], *((step, 3) for step in range(5, 10))]
+    assert both(4, *range(5, 10), branches=saved[1]) == third
+    assert both(8, branches=saved[1]) == first
+    calls.clear()
+    assert both(6, 7, branches=saved[2]) == [*second, (7, 5)]
+    assert [call[1] if call[0] == "rewind" else call[1]["step"] for call in calls[:3]] == [4, 5, 6]
+    assert both(9, branches=saved[3]) == third
+    assert both(5, branches=saved[3]) == third[:5]
 
 
 def test_a_new_run_does_not_overwrite_an_old_ones_metrics(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n')
-    JsonlSink(path, start_step=0)
+    JsonlSink(path, History(), new_run=True)
     (old,) = set(tmp_path.glob("metrics-*.jsonl"))
     assert old.read_text() == '{"step": 1}\n'
     assert not path.exists()

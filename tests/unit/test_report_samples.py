@@ -7,13 +7,13 @@ import pytest
 
 from tests.run_folders import PROMPTS, write_run, write_samples, write_scores
 from torchtitan.commands.report import main
+from torchtitan.telemetry.history import History
 from torchtitan.telemetry.scores import record_scores, run_of
-from torchtitan.telemetry.trackers.jsonl import drop_after
+from torchtitan.telemetry.trackers.jsonl import JsonlSink
 from torchtitan.tools.reports import samples as samples_module
 from torchtitan.tools.reports.collect import collect
 from torchtitan.tools.reports.samples import by_prompt, read_samples
 from torchtitan.tools.reports.scores import read_scores
-from torchtitan.utils.run_files import RunFile
 
 
 def test_texts_by_prompt_in_the_order_of_the_steps(tmp_path):
@@ -99,9 +99,9 @@ def test_scores_of_checkpoints_are_apart_from_those_of_training(tmp_path):
     (shown,) = collect([run])["runs"]
     assert next(iter(shown["evals"])) == "arc_easy/acc"
     assert len(shown["evals"]) == 3
-    drop_after(RunFile(run / "evals.jsonl"), 150)  # a resume from step 150
+    JsonlSink(run / "evals.jsonl", History()).follow(150)
     assert read_scores(run)["arc_easy/acc (torchtitan eval)"]["step"] == [100]
-    drop_after(RunFile(run / "evals.jsonl"), 0)  # another run in the folder
+    JsonlSink(run / "evals.jsonl", History(), new_run=True)
     assert read_scores(run) == {}
 
 

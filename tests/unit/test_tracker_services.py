@@ -126,7 +126,7 @@ def test_tensorboard_hides_what_is_trained_again(tmp_path):
 
 def test_tensorboard_shows_histograms_and_texts(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    sink = TensorBoardSink(tmp_path, 0)
+    sink = TensorBoardSink(tmp_path)
     sink.log_histograms(2, {"expert_load/layer 1": [2.0, 0.0, 1.0, 1.0]})
     sink.log_samples(2, [{"prompt": "Once", "text": " upon"}])
     sink.close()

@@ -11,7 +11,8 @@ last; without it, it is not a checkpoint. Deletion removes the manifest first. `
 a checkpoint being written or deleted.
 
 A run that goes back to an earlier step abandons the later ones: a file `abandoned` in their folders
-keeps every start from resuming them. A save of the same step replaces it with its folder.
+keeps every start from resuming them. A save of the same step replaces it with its folder. While a
+run writes these files, `going-back` in the folder above names its step.
 
 `writer.py` commits from DCP's storage writer, so saves in the background commit in the same way.
 """
@@ -43,6 +44,7 @@ MARK = ".incomplete"
 ABANDONED = "abandoned"
 """Name of the file that marks a checkpoint as abandoned. Holds the step that the run went back to.
 """
+_GOING_BACK = "going-back"
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 
 
@@ -169,21 +171,25 @@ def remove(path: Path) -> None:
 
 
 def abandoned_at(path: Path) -> int | None:
-    """The step that the run went back to when it abandoned the checkpoint `path`; None if the
-    checkpoint is not abandoned.
+    """The step that the run went back to when it abandoned the checkpoint `path`, 0 if a crash has
+    cut the number off; None if the checkpoint is not abandoned.
     """
-    mark = path / ABANDONED
-    if not patiently(path, mark.is_file):
+    return _step_in(path / ABANDONED)
+
+
+def _step_in(mark: Path) -> int | None:
+    """The step that a file holds, 0 if a crash has cut it off; None if there is no file."""
+    if not patiently(mark, mark.is_file):
         return None
-    text = patiently(path, lambda: read_regular(mark, 20))
-    return int(text) if text.isdigit() else 0  # cut off by a crash: assume the furthest
+    text = patiently(mark, lambda: read_regular(mark, 20))
+    return int(text) if text.isdigit() else 0
 
 
 def go_back(folder: Path, step: int) -> list[int]:
     """Abandon the checkpoints that a run doesn't continue when it goes on from `step`.
 
     These are the later checkpoints. If `step` itself was abandoned, they are the checkpoints since
-    the run went back, and `step` is no longer abandoned. After a crash in between, the same call
+    the run went back, and `step` is no longer abandoned. After a crash in between, `prepare`
     completes the change.
 
     Returns:
@@ -197,11 +203,13 @@ def go_back(folder: Path, step: int) -> list[int]:
         for other in committed_steps(folder, abandoned=True)
         if other != step and (abandoned_at(step_folder(folder, other)) or 0) > fork
     ]
-    for other in sorted([*later, *abandoned], reverse=True):
+    if not later and not abandoned and earlier is None:
+        return []
+    write_file(folder / _GOING_BACK, str(step).encode())
+    for other in [*later, *abandoned]:
         write_file(step_folder(folder, other) / ABANDONED, str(fork).encode())
-    if earlier is not None:
-        mark = step_folder(folder, step) / ABANDONED
-        patiently(folder, lambda: mark.unlink(missing_ok=True))
+    for mark in (step_folder(folder, step) / ABANDONED, folder / _GOING_BACK):
+        patiently(folder, partial(mark.unlink, missing_ok=True))
     return later
 
 
@@ -248,6 +256,8 @@ def prepare(folder: Path) -> str | None:
             probe = folder / ".writable"
             patiently(probe, probe.touch)
             patiently(probe, probe.unlink)
+        if step := _step_in(folder / _GOING_BACK):
+            go_back(folder, step)
         if remains := clean(folder):
             logger.info(f"Removed the remains of an interrupted save: {', '.join(remains)}")
         if strays := [path.name for path in unrecognized_folders(folder)]:

@@ -262,22 +262,19 @@ class Checkpointer:
             )
         )
 
-    def settle_folder(self, step: int, *, trains: bool) -> None:
-        """Adapt the folder to the step that the run has resumed from or gone back to: abandon later
-        checkpoints, and complete the retention of older ones.
-
-        Args:
-            trains: the run continues training; otherwise later checkpoints stay as they are.
+    def continue_after(self, step: int) -> None:
+        """Adapt the folder to the step that the run has resumed from or gone back to, and trains
+        from: abandon later checkpoints, and complete the retention of older ones.
 
         Raises:
             CheckpointError: the folder can't be written to.
         """
         if self.saving and step:
-            together(lambda: self._settle(step, trains) if dist.get_rank() == 0 else None)
+            together(lambda: self._settle(step) if dist.get_rank() == 0 else None)
 
-    def _settle(self, step: int, trains: bool) -> None:
+    def _settle(self, step: int) -> None:
         try:
-            abandoned = go_back(self.folder, step) if trains else []
+            abandoned = go_back(self.folder, step)
             if abandoned:
                 names = listed(f"step-{other}" for other in abandoned)
                 logger.warning(
@@ -302,7 +299,7 @@ class Checkpointer:
         steps = [earlier for earlier in agreed_steps(self.storage, self.folder) if earlier < step]
         resumed = self._at(load_newest(self.storage, self.folder, steps, self.trained))
         if resumed is not None:
-            self.settle_folder(resumed.step, trains=True)
+            self.continue_after(resumed.step)
         return resumed
 
     def _at(self, resumed: Resumed | None) -> Resumed | None:

@@ -25,13 +25,20 @@ from torchtitan.utils.logging import logger
 from torchtitan.utils.process import first_of_node
 from torchtitan.utils.wording import flat
 
-_MAY_DIFFER = (
-    "training.steps",
-    "training.local_batch_size",
-    "lr_scheduler.total_steps",
-    "lr_scheduler.warmup_steps",
+_NUMBERS = (
+    *("model.", "optimizer.", "lr_scheduler.", "ema.", "training.", "moe.", "quantize."),
+    *("guard.", "debug.", "experimental.", "custom."),
+    *("checkpoint.load_step", "checkpoint.exclude_from_loading"),
 )
-"""Keys that may differ for the same command on other ranks or with more steps; some are derived."""
+"""Beginnings of the keys that change what a run computes, apart from rounding."""
+_SAME_NUMBERS = (
+    *("training.steps", "lr_scheduler.total_steps", "lr_scheduler.warmup_steps"),  # more steps
+    *("training.local_batch_size", "training.loss_chunks", "training.enable_cpu_offload"),
+    *("training.dataloader.", "training.gc_", "optimizer.implementation", "ema.validation"),
+    *("ema.export", "model.print_after_conversion", "debug.report_device_syncs"),
+    *("guard.weight_hash_freq", "guard.straggler_"),
+)
+"""Beginnings of keys among these that may differ when the same command is repeated."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +147,7 @@ def agreed_steps(storage: Storage, folder: Path, *, abandoned: bool = False) -> 
 
 def went_back(storage: Storage, folder: Path, steps: Sequence[int], step: int, config: str) -> bool:
     """Whether the same command has gone back to `step` before, and has saved the newest of `steps`
-    since. Further training steps and another layout still make the same command.
+    since. It is the same if it computes the same numbers, on any layout and for any time.
 
     Args:
         config: this run's configuration, as in manifests.
@@ -161,7 +168,7 @@ def _comparable(settings: dict[str, Any]) -> dict[str, Any]:
     return {
         key: value
         for key, value in flat(settings).items()
-        if key not in _MAY_DIFFER and not key.startswith("parallelism.")
+        if key.startswith(_NUMBERS) and not key.startswith(_SAME_NUMBERS)
     }
 
 

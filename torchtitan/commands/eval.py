@@ -81,7 +81,9 @@ def _eval(argv: list[str], rank: int) -> int:
 
 def _record(checkpoint: Path, scores: dict[str, float], options: argparse.Namespace) -> None:
     """Add the scores to the folder of the checkpoint's run, for `torchtitan report`."""
-    from torchtitan.checkpoint.format.manifest import read_manifest  # imports torch
+    # these import torch
+    from torchtitan.checkpoint.commit import abandoned_at
+    from torchtitan.checkpoint.format.manifest import read_manifest
 
     run = None if is_remote(checkpoint) else run_of(checkpoint)
     if run is None:
@@ -90,11 +92,16 @@ def _record(checkpoint: Path, scores: dict[str, float], options: argparse.Namesp
     values = {name: getattr(options, name) for name in names}
     settings = {name: value for name, value in values.items() if value not in (None, False)}
     try:
-        file = record_scores(run, read_manifest(checkpoint).step, scores, settings)
+        manifest = read_manifest(checkpoint)
+        abandoned = abandoned_at(checkpoint) is not None
+        file = record_scores(
+            run, manifest.step, scores, settings, branch=manifest.branch(), abandoned=abandoned
+        )
     except OSError as error:
         logger.warning(f"{run}: the scores can't be recorded there: {error.strerror or error}")
         return
-    print(f"Recorded in {file}, which `torchtitan report {run}` shows")
+    note = "the run has abandoned this step" if abandoned else f"shown by `torchtitan report {run}`"
+    print(f"Recorded in {file}: {note}")
 
 
 def _report(

@@ -16,16 +16,15 @@ from torchtitan.config.sections import schema
 from torchtitan.config.sections.metrics import Metrics
 from torchtitan.telemetry.console import ConsoleSink, StageCost
 from torchtitan.telemetry.experts import DeadExperts, ExpertLoads, Overload, read_loads
+from torchtitan.telemetry.history import History
 from torchtitan.telemetry.run_record import RunRecord
-from torchtitan.telemetry.scores import FILE as SCORES
 from torchtitan.telemetry.tracker_set import Trackers
 from torchtitan.telemetry.trackers import Record
-from torchtitan.telemetry.trackers.jsonl import JsonlSink, drop_after
+from torchtitan.telemetry.trackers.jsonl import JsonlSink
 from torchtitan.utils.activity import Stopwatch
 from torchtitan.utils.device import peak_memory
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.logging import logger
-from torchtitan.utils.run_files import RunFile
 
 TRAINING = ("first_step", "steps", "repeated", "data", "staging")
 """Kinds of time that rates include."""
@@ -44,6 +43,7 @@ class MetricsReporter:
         job: schema.Job,
         settings: Mapping[str, Any],
         run_record: RunRecord,
+        history: History,
         *,
         start_step: int,
         total_steps: int,
@@ -57,6 +57,7 @@ class MetricsReporter:
         Args:
             stages: cost of a step in each stage of the data.
             settings: the whole configuration, for trackers.
+            history: of the checkpoint that this start resumes from.
             custom: keys of registered sinks.
             experts: the model is a mixture of experts.
             samples: the run generates texts.
@@ -71,12 +72,13 @@ class MetricsReporter:
         self.console = ConsoleSink(
             total_steps, start_step, config.disable_color_printing or rank != 0, stages
         )
-        self.files: dict[str, JsonlSink] = {}
-        for name, enabled in (("metrics", True), ("expert_load", experts), ("samples", samples)):
-            if enabled and rank == 0:
-                self.files[name] = JsonlSink(folder / f"{name}.jsonl", start_step)
-        self._scores = RunFile(folder / SCORES) if rank == 0 else None
-        self._forget_scores(start_step)
+        self.history = history
+        enabled = {"metrics": True, "evals": True, "expert_load": experts, "samples": samples}
+        self.files = {
+            name: JsonlSink(folder / f"{name}.jsonl", history, new_run=start_step == 0)
+            for name in enabled
+            if enabled[name] and rank == 0
+        }
         self.trackers = Trackers(
             config, job, settings, run_record, start_step=start_step, custom=custom or Custom()
         )
@@ -192,21 +194,22 @@ class MetricsReporter:
         self.trackers.call("log_histograms", step, histograms)
         return loads.summary() | {"dead_experts": dead}
 
-    def rewind(self, step: int) -> None:
-        """Drop the steps after `step`, which will be trained again. Most trackers keep both
-        versions.
+    def continue_after(self, step: int) -> None:
+        """Begin a branch of the history after `step`, and let the records follow it. Most trackers
+        keep the abandoned values beside the new ones.
         """
-        for file in self.files.values():
-            file.rewind(step)
-        self._forget_scores(step)
-        self.trackers.call("rewind", step)
+        self.history.begin(step)
+        restored = {name: file.follow(step) for name, file in self.files.items()}
+        records = restored.get("metrics", [])
+        self.trackers.call("rewind", min([step, *(record["step"] - 1 for record in records)]))
+        for record in records:
+            self.trackers.call("log", record)
+
+    def rewind(self, step: int) -> None:
+        """Go back to `step` within this start."""
+        self.continue_after(step)
         self._stopwatch.lap()
         self._begin()
-
-    def _forget_scores(self, step: int) -> None:
-        """Drop the scores of checkpoints after `step`, which will be written again."""
-        if self._scores is not None:
-            drop_after(self._scores, step)
 
     def log_validation(self, step: int, sets: Sequence[Mapping[str, Any]]) -> None:
         """Record a validation.

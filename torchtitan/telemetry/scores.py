@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torchtitan.telemetry.history import ABANDONED
 from torchtitan.utils.files import append_line
 
 FILE = "evals.jsonl"
@@ -22,17 +23,26 @@ def run_of(checkpoint: Path) -> Path | None:
 
 
 def record_scores(
-    run: Path, step: int, scores: Mapping[str, float], settings: Mapping[str, Any]
+    run: Path,
+    step: int,
+    scores: Mapping[str, float],
+    settings: Mapping[str, Any],
+    *,
+    branch: str | None = None,
+    abandoned: bool = False,
 ) -> Path:
     """Append the scores of a checkpoint to a run's file.
 
     Args:
         settings: options of the evaluation, without defaults.
+        branch: the checkpoint's branch of the run's history.
+        abandoned: the run has abandoned the checkpoint.
 
     Raises:
         OSError: the file can't be written.
     """
-    file = run / FILE
+    file = run / (f"{ABANDONED}{FILE}" if abandoned else FILE)
     entry = {"step": step, "time": time.time(), "settings": settings, "scores": scores}
+    entry["branch"] = branch
     append_line(file, json.dumps(entry).encode() + b"\n")
     return file

@@ -101,7 +101,7 @@ def _maker(name: str, config: Metrics, run: TrackedRun, custom: Custom) -> Calla
 
 def _tensorboard(run: TrackedRun, config: Metrics) -> TensorBoardSink:
     subfolder = "" if run.rank is None else f"rank_{run.rank}"
-    return TensorBoardSink(run.folder / config.save_tb_folder / subfolder, run.start_step)
+    return TensorBoardSink(run.folder / config.save_tb_folder / subfolder)
 
 
 _BUILT_IN: dict[str, Callable[[TrackedRun, Metrics], Any]] = {

@@ -32,6 +32,7 @@ from torchtitan.train.state import StepResult
 from torchtitan.train.step import max_over_ranks
 from torchtitan.utils.activity import SAVING, phase
 from torchtitan.utils.device import available_memory, peak_memory
+from torchtitan.utils.errors import UserError
 from torchtitan.utils.logging import event, logger
 from torchtitan.utils.wording import show_duration
 
@@ -318,6 +319,10 @@ class Save(Callback):
         self.checkpointer = checkpointer
         self.logged_copies = False
 
+    def on_start(self, run: Run) -> None:
+        if self.checkpointer.saving:
+            self.state.callbacks.state_dict()  # raises now rather than at the first save
+
     def after_step(self, run: Run, result: StepResult) -> None:
         if not self.logged_copies:
             self.logged_copies = True
@@ -348,7 +353,11 @@ class Save(Callback):
         last = step == run.config.training.steps
         model_only = last and config.last_save_model_only
         self.checkpointer.run_info["model"] = describe_model(run.config, setup, stage)
-        self.checkpointer.save(step, self.state.local_state(), model_only=model_only)
+        try:
+            state = self.state.local_state()
+        except UserError as error:
+            raise UserError(f"{error}; {self.checkpointer.last_good()}") from error
+        self.checkpointer.save(step, state, model_only=model_only)
         if last and config.last_save_in_hf:
             args = trained_args(run.config, setup, stage)
             folder = export_checkpoint(

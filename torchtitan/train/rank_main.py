@@ -170,8 +170,8 @@ def _summarize(resolved: Resolved, progress: "Progress") -> None:
     dump = config.job.dump_folder
     if progress.data is None:
         logger.info(
-            f"Nothing to do: this run already has its {step} steps. Raise training.steps "
-            "to continue."
+            f"Nothing to do: this run is at step {step}, and training.steps = "
+            f"{config.training.steps}. Raise it to continue, or go back with checkpoint.load_step"
         )
         return
     loss = "no loss: no token was predicted"

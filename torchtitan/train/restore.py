@@ -3,13 +3,14 @@ the state that a checkpoint holds besides tensors.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan.checkpoint import Checkpointer
 from torchtitan.checkpoint.hf.weights import load_hf
 from torchtitan.data.read.contents import FileLists
 from torchtitan.health.guard import UpdateGuard
+from torchtitan.telemetry.history import History
 from torchtitan.telemetry.run_record import changed_settings
 from torchtitan.train.callbacks import CallbackStates
 from torchtitan.train.engine import Engine
@@ -25,6 +26,7 @@ class RunState:
     engine: Engine
     guard: UpdateGuard
     callbacks: CallbackStates
+    history: History = field(default_factory=History)
 
     def local_state(self) -> dict[str, Any]:
         """The state to save, with this rank's position in the data; a save joins the positions of
@@ -36,6 +38,7 @@ class RunState:
             "lr_scheduler": engine.schedule.state_dict(),
             "data": engine.loader.local_state(engine.progress.data or engine.loader.start),
             "guard": self.guard.spikes.state_dict(),
+            "branches": self.history.branches,
         }
         if engine.average is not None:
             state["ema"] = engine.average.state_dict()
@@ -55,6 +58,7 @@ class RunState:
         if "train_state" not in exclude:
             self.engine.progress.load_state_dict(state["progress"])
             self.guard.load(state)
+            self.history.branches = state.get("branches", {})
             self.callbacks.load_state_dict(state.get("callbacks", {}))
         elif "dataloader" not in exclude:
             self.guard.spikes.rows = state["guard"]["rows"]  # the data continues

@@ -10,6 +10,7 @@ from torchtitan.config.derive import layout_degrees, stages_of
 from torchtitan.config.sections.schema import Config
 from torchtitan.telemetry.console import StageCost
 from torchtitan.telemetry.events import Events
+from torchtitan.telemetry.history import History
 from torchtitan.telemetry.metrics import MetricsReporter, peak_flops
 from torchtitan.telemetry.profiler import Profiler
 from torchtitan.telemetry.run_record import RunRecord
@@ -27,6 +28,7 @@ class Telemetry:
         config: Config,
         setup: Setup,
         run_description: Mapping[str, Any],
+        history: History,
         *,
         step: int,
         resumable: bool,
@@ -35,6 +37,7 @@ class Telemetry:
         """
         Args:
             run_description: from `describe_run`.
+            history: of the checkpoint that this start resumes from.
             step: the step of the checkpoint that this start resumes from; 0 from scratch.
             resumable: the run saves checkpoints.
             began: when this start began, in seconds since the epoch.
@@ -55,6 +58,7 @@ class Telemetry:
             config.job,
             config.model_dump(),
             self.run_record,
+            history,
             start_step=step,
             total_steps=config.training.steps,
             stages=list(_stage_costs(config, setup)),
@@ -90,10 +94,9 @@ def _announce(config: Config, step: int) -> None:
     axes = [f"{axis} {degree}" for axis, degree in degrees if degree > 1]
     begins = f"Resuming after step {step}" if step else "Starting"
     layout = " x ".join(axes) or "one rank"
-    logger.info(
-        f"{begins}, to train to step {config.training.steps} on {layout}",
-        extra=event("resumed" if step else "started", step),
-    )
+    steps = config.training.steps
+    goal = f"to train to step {steps} on {layout}" if step < steps else "with nothing left to train"
+    logger.info(f"{begins}, {goal}", extra=event("resumed" if step else "started", step))
 
 
 def _stage_costs(config: Config, setup: Setup) -> Iterator[StageCost]:

@@ -77,6 +77,8 @@ class Trainer:
         self.setup = setup
         self.device = device or current_device()
         self.stop_request = stop or StopRequest()
+        self.has_trained = False
+        """Whether this start has trained a step."""
         self.stopped = False
         """Whether training ends early, because some rank was asked to stop."""
         builders = builders or Builders()
@@ -174,6 +176,7 @@ class Trainer:
             config,
             self.setup,
             self.checkpointer.run_info,
+            self.state.history,
             step=self.progress.step,
             resumable=self.checkpointer.saving,
             # Imports are included if the process exists only for this run.
@@ -212,8 +215,6 @@ class Trainer:
         run_record = self.telemetry.run_record
         try:
             with self.telemetry.profiler.capture_oom():
-                step = self.progress.step
-                self.checkpointer.settle_folder(step, trains=step < steps)
                 self.engine.notify("on_start")
                 batches = iter(self.engine.loader) if self.progress.step < steps else iter(())
                 any_stop = AnyRank(self.stop_request.requested, self.device)
@@ -256,6 +257,10 @@ class Trainer:
                 approve=partial(guard.approve, progress.step + 1),
                 before_update=partial(self.engine.notify, "before_update"),
             )
+        if not self.has_trained:  # a start that fails before leaves all as it was
+            self.has_trained = True
+            self.checkpointer.continue_after(progress.step)
+            self.telemetry.metrics.continue_after(progress.step)
         progress.data = batch.position
         progress.epochs = batch.epochs
         if earlier := guard.handle_spike():

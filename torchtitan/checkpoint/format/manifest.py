@@ -91,6 +91,8 @@ class TrainState(Strict):
     lr_scheduler: ScheduleState
     data: Annotated[DataState, WrapValidator(_share)]
     guard: GuardState
+    branches: dict[str, Count] = Field(default_factory=dict)
+    """The first step of each branch of the run's history that leads here, oldest first."""
     ema: AverageState | None = None
     """None if the run has no average of the weights."""
     callbacks: dict[str, dict[str, Any]] = Field(default_factory=dict)
@@ -185,6 +187,11 @@ class Manifest(CheckpointInfo):
         return self.train_state.model_dump(exclude_unset=True, exclude={"data"}) | {
             "data": self.train_state.data
         }
+
+    def branch(self) -> str | None:
+        """The checkpoint's branch of the run's history; None if it records none."""
+        branches = self.train_state.branches if self.train_state else {}
+        return next(reversed(branches), None)
 
     def file_bytes(self) -> int:
         """Size of all files except the manifest."""

@@ -15,7 +15,8 @@ class Sink(Protocol):
     rank 0, or on all ranks with `metrics.save_for_all_ranks`; `start_step` is 0 or the step of the
     checkpoint. Its methods are called in a separate thread, one at a time. These are optional:
 
-    - `rewind(step)`: the steps after `step` will be trained again.
+    - `rewind(step)`: the records after `step` are void. Called before the first record of a start
+      that trains, and when the run goes back to a checkpoint.
     - `log_samples(step, samples)`: texts of the model, each with `prompt` and `text`.
     - `log_histograms(step, values)`: the values of each name.
     - `event(event)`: an event of the run, as in `events.jsonl`.

@@ -13,7 +13,7 @@ from torchtitan.telemetry.trackers.base import Record, scalars
 class TensorBoardSink:
     """Writes event files without TensorFlow or `torch.utils.tensorboard`'s slow import."""
 
-    def __init__(self, folder: Path, start_step: int):
+    def __init__(self, folder: Path):
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -25,7 +25,6 @@ class TensorBoardSink:
         self._folder = folder
         self._open: Callable[[], Any] = lambda: EventFileWriter(str(folder))
         self._writer = self._open()
-        self.rewind(start_step)
 
     def rewind(self, step: int) -> None:
         """Make TensorBoard hide the records of later steps."""
