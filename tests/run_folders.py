@@ -100,7 +100,12 @@ def write_run(
                     }
                     file.write(json.dumps({**scores, **at}) + "\n")
                     write_samples(folder, step)
-    about = {"ranks": 16, "devices": {"NVIDIA H100 80GB HBM3": 16}, "layout": {"dp_shard": 16}}
+    about = {
+        "git": f"{'0af1' * 10}-dirty",
+        "ranks": 16,
+        "devices": {"NVIDIA H100 80GB HBM3": 16},
+        "layout": {"dp_shard": 16},
+    }
     whole = {
         "time": BEGAN,
         "last_seen": BEGAN + steps * STEP_SECONDS,

@@ -16,8 +16,10 @@ from torchtitan.telemetry.history import History
 from torchtitan.telemetry.metrics import MetricsReporter, peak_flops
 from torchtitan.telemetry.run_record import RunRecord
 from torchtitan.telemetry.scores import record_scores
+from torchtitan.telemetry.trackers.base import scalars
 from torchtitan.telemetry.trackers.jsonl import JsonlSink
 from torchtitan.utils import activity as phases
+from torchtitan.utils import device
 from torchtitan.utils.activity import phase
 
 KEYS = {
@@ -166,6 +168,23 @@ def test_a_load_that_stays_above_three_means_is_a_warning_once():
         "moe.global_balance_loss or moe.balance_bias_rate, or lower optimizer.lr"
     )
     assert overload.observe(uneven, 1000) is None
+
+
+def test_sensors_of_a_gpu_are_recorded_where_nvml_has_them(one_rank, tmp_path, monkeypatch):
+    monkeypatch.setattr(device, "device_type", lambda: "cuda")
+    monkeypatch.setattr(torch.cuda, "utilization", lambda: 93)
+    monkeypatch.setattr(torch.cuda, "power_draw", lambda: 612_345)
+    monkeypatch.setattr(torch.cuda, "temperature", lambda: 58)
+    sensors = {"gpu_utilization_pct": 93, "gpu_power_w": 612.345, "gpu_temperature_c": 58}
+    assert device.gpu_sensors() == sensors
+    names = {"perf/gpu_utilization_pct", "perf/gpu_power_w", "perf/gpu_temperature_c"}
+    assert set(scalars(sensors)) == names
+
+    def absent():
+        raise ModuleNotFoundError("pynvml")
+
+    monkeypatch.setattr(torch.cuda, "utilization", absent)
+    assert device.gpu_sensors() == {}
 
 
 def test_first_last_and_every_kth_step_are_due(one_rank, tmp_path):

@@ -175,7 +175,7 @@ def test_report_of_one_run(tmp_path, monkeypatch, capsys):
         "  step 5/100   5.00K tokens   loss 10.0000   validation loss 4.5000 (step 5)",
         "  500 tokens/s per device   70.0 GiB   tp 2",
     ]
-    assert lines[3].startswith("  goodput 90.0%   2 starts   last seen 20")
+    assert lines[3].startswith("  goodput 90.0%   2 starts   ended 20")
     assert lines[5].strip() == "loss, smoothed"
     at = lines.index("Time line of a")
     assert [line.split(maxsplit=2) for line in lines[at - 3 : at - 1]] == [

@@ -5,11 +5,13 @@ import math
 import random
 
 import pytest
+import tomli
 
 from tests.browser import CHROMIUM, browser
 from tests.run_folders import BEGAN, FLOPS_PER_TOKEN, PROMPTS, STEP_TOKENS, write_run, write_scores
 from torchtitan.commands.report import main
 from torchtitan.utils import wording
+from torchtitan.utils.wording import flat
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")]
 HOSTILE = "<img src=x onerror=alert(1)> </script><script>alert(2)</script><!--<script>"
@@ -31,6 +33,9 @@ def runs(tmp_path_factory):
             config=config,
         ),
     ]
+    (runs[0] / "logs").mkdir()
+    lines = [f"line {i} {HOSTILE}\n" for i in range(30)]
+    (runs[0] / "logs/rank_0.log").write_text("".join([*lines, "without an end"]))
     write_scores(runs[1], 200, 0.6, limit=500)
     write_scores(runs[1], 100, 0.5, limit=500)  # an earlier checkpoint, scored later
     return runs
@@ -277,6 +282,27 @@ def test_samples_are_stepped_through_and_are_only_text(pages, tab):
         assert tab.evaluate("document.documentElement.scrollWidth") == width
         assert tab.evaluate("document.images.length + document.scripts.length") == 2
         assert tab.problems == []
+
+
+def test_a_run_shows_its_configuration_commit_and_log(runs, pages, tab):
+    tab.open(pages["one"], 500)
+    rows = (
+        "[...document.querySelectorAll('.setup tbody tr')].map(row => row.innerText.split('\\t'))"
+    )
+    shown = dict(tab.evaluate(rows))
+    config = flat(tomli.loads((runs[0] / "config.toml").read_text()))
+    assert {key: shown[key] for key in config} == {
+        key: str(value).lower() if isinstance(value, bool) else str(value)
+        for key, value in config.items()
+    }
+    assert shown["ranks"] == "8"
+    assert "commit 0af10af10a with uncommitted changes" in tab.evaluate("document.body.innerText")
+    assert "ended 2023-" in tab.evaluate("document.body.innerText")
+    log = tab.evaluate("document.querySelector('.log pre').textContent").split("\n")
+    assert log == [f"line {i} {HOSTILE}" for i in range(10, 30)]
+    tab.open(pages["two"], 500)
+    assert tab.evaluate("document.querySelectorAll('.setup details').length") == 2
+    assert tab.problems == []
 
 
 def test_figures_look_as_in_logs(pages, tab):

@@ -7,25 +7,13 @@ from typing import Any
 
 from torchtitan.checkpoint.commit import abandoned_at
 from torchtitan.checkpoint.format.manifest import Manifest
-from torchtitan.config.load.keys import FIELDS
+from torchtitan.config.load.keys import without_defaults
 from torchtitan.utils.wording import aligned, flat, show_size
 
 
 def settings(manifest: Manifest) -> dict[str, Any]:
     """A run's configuration by dotted key, without the defaults."""
-    tables = manifest.settings()
-    out = {}
-    for key, info in FIELDS.items():
-        table: Any = tables
-        *sections, name = key.split(".")
-        for section in sections:
-            table = table.get(section, {}) if isinstance(table, dict) else {}
-        if name in table and table[name] != info.get_default(call_default_factory=True):
-            out[key] = table[name]
-    for name, keys in tables.get("custom", {}).items():
-        if isinstance(keys, dict):
-            out |= {f"custom.{name}.{key}": value for key, value in keys.items()}
-    return out
+    return without_defaults(flat(manifest.settings()))
 
 
 def as_data(step: Path, manifest: Manifest) -> dict[str, Any]:

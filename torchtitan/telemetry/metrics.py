@@ -22,7 +22,7 @@ from torchtitan.telemetry.tracker_set import Trackers
 from torchtitan.telemetry.trackers import Record
 from torchtitan.telemetry.trackers.jsonl import JsonlSink
 from torchtitan.utils.activity import Stopwatch
-from torchtitan.utils.device import peak_memory
+from torchtitan.utils.device import gpu_sensors, peak_memory
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.logging import logger
 
@@ -158,6 +158,7 @@ class MetricsReporter:
             "data_loading_pct": 100 * seconds["data"] / elapsed,
             "step_time_s": elapsed / max(self.steps, 1),
             "time": time.time(),
+            **gpu_sensors(),
         }
         if mtp_losses:
             record["mtp_loss"] = sum(mtp_losses) / len(mtp_losses)

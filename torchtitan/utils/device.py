@@ -6,7 +6,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -72,6 +72,19 @@ def peak_memory() -> tuple[float, float]:
         reserved = psutil.Process().memory_info().rss
         total = psutil.virtual_memory().total
     return reserved / 2**30, 100 * reserved / total
+
+
+def gpu_sensors() -> dict[str, float]:
+    """Utilization, power and temperature of this rank's GPU; empty without NVML's package."""
+    if device_type() != "cuda":
+        return {}
+    with suppress(Exception):  # NVML's own errors, such as of a sensor that the GPU lacks
+        return {
+            "gpu_utilization_pct": torch.cuda.utilization(),
+            "gpu_power_w": torch.cuda.power_draw() / 1000,
+            "gpu_temperature_c": torch.cuda.temperature(),
+        }
+    return {}
 
 
 def available_memory(limits: Path = Path("/sys/fs/cgroup")) -> float:

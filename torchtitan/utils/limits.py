@@ -59,6 +59,8 @@ RUN_FILE_BYTES = 16 * 2**20
 """A run's run.json or config.toml."""
 EVENTS_TAIL_BYTES = 4 * 2**20
 """Size of the end of a run's events to read."""
+LOG_TAIL_BYTES = 2**14
+"""Size of the end of a run's log to read."""
 METRICS_LINE_BYTES = 2**20
 """Longer lines of metrics.jsonl are skipped."""
 METRICS_TAIL_BYTES = 2**18

@@ -1,6 +1,6 @@
 """The dotted keys of the schema, and the values given for them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,16 @@ def fields_of(
 
 FIELDS = {key: info for key, info, _ in fields_of(Config)}
 """Every key of the schema."""
+
+
+def without_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values, by dotted key, that aren't the schema's defaults."""
+    defaults = {
+        key: FIELDS[key].get_default(call_default_factory=True) for key in values if key in FIELDS
+    }
+    return {
+        key: value for key, value in values.items() if key not in defaults or value != defaults[key]
+    }
 
 
 def prefixes(key: str) -> list[str]:

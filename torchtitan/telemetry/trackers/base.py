@@ -66,6 +66,9 @@ _PERF = {
     "memory_pct",
     "data_loading_pct",
     "step_time_s",
+    "gpu_utilization_pct",
+    "gpu_power_w",
+    "gpu_temperature_c",
 }
 _EXPERTS = {
     "expert_load_max": "load_max",

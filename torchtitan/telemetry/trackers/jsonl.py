@@ -48,9 +48,9 @@ class JsonlSink:
             (back if fits else left).append((at, line))
         if left or back:
             self.abandoned.replace("".join(f"{line}\n" for _, line in left))
-        # also without a line less: a crash may have cut the last one
-        lines = sorted([*kept, *back], key=lambda entry: entry[0]) if back else kept
-        self.file.replace("".join(f"{line}\n" for _, line in lines))
+        if kept or left or back:  # all kept: a crash may have cut off another line
+            lines = sorted([*kept, *back], key=lambda entry: entry[0]) if back else kept
+            self.file.replace("".join(f"{line}\n" for _, line in lines))
         return [json.loads(line) for _, line in back]
 
 

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torchtitan.config.load.keys import without_defaults
 from torchtitan.telemetry.run_record import KINDS
-from torchtitan.tools.reports.compare import LoadedRun, compare, differences
-from torchtitan.tools.reports.folder import Folder, Start, read_events, read_folder
+from torchtitan.tools.reports.compare import LoadedRun, compare, differences, plain, settings
+from torchtitan.tools.reports.folder import Folder, Start, read_events, read_folder, read_log
 from torchtitan.tools.reports.records import number
 from torchtitan.tools.reports.samples import read_samples
 from torchtitan.tools.reports.scores import read_scores
@@ -72,6 +73,12 @@ def _run_data(run: LoadedRun) -> dict[str, Any]:
         "experts": curves.experts(),
         "samples": run.samples,
         "starts": [_start_data(start, curves) for start in folder.starts],
+        "settings": {
+            key: plain(value)
+            for key, value in without_defaults(settings(folder)).items()
+            if value is not None
+        },
+        "log": read_log(folder.path),
         "events": [
             {"hours": curves.hours(event["time"])}
             | {key: event[key] for key in ("kind", "step", "message")}

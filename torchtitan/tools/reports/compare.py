@@ -216,7 +216,7 @@ def differences(folders: Sequence[Folder]) -> list[dict[str, Any]]:
     by_run = [settings(folder) for folder in folders]
     rows = []
     for key in dict.fromkeys(chain(*by_run)):
-        values = [_plain(run_settings.get(key)) for run_settings in by_run]
+        values = [plain(run_settings.get(key)) for run_settings in by_run]
         if any(value != values[0] for value in values):
             rows.append({"key": cut(key, _LONGEST), "values": values})
     return rows
@@ -229,7 +229,7 @@ def setting_text(value: Any, *, unset: str, limit: int) -> str:
     return cut(str(value).lower() if isinstance(value, bool) else str(value), limit)
 
 
-def _plain(value: Any) -> str | int | float | bool | None:
+def plain(value: Any) -> str | int | float | bool | None:
     """A value that JSON can hold; a list as its text."""
     if value is None or isinstance(value, int):
         return value

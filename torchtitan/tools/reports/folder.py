@@ -16,7 +16,7 @@ import tomli
 from torchtitan.telemetry.run_record import KINDS
 from torchtitan.tools.reports.records import json_object, number, tail_lines, whole
 from torchtitan.utils.files import read_regular, text_of
-from torchtitan.utils.limits import EVENTS_TAIL_BYTES, RUN_FILE_BYTES
+from torchtitan.utils.limits import EVENTS_TAIL_BYTES, LOG_TAIL_BYTES, RUN_FILE_BYTES
 from torchtitan.utils.lock import EXPIRY_SECONDS, NAME, current_holder, read_holder
 from torchtitan.utils.wording import cut, flat, path_text
 
@@ -27,10 +27,13 @@ EVENTS = "events.jsonl"
 SPIKES = "guard.jsonl"
 SAMPLES = "samples.jsonl"
 STATES = ("running", "completed", "preempted", "interrupted", "failed", "killed", "unknown")
+UNENDED = ("running", "killed", "unknown")
+"""States of runs that recorded no end."""
 
 _EVENTS = 5000
 """Maximum number of events that are read, the latest ones."""
 _MESSAGE = 1000
+_LOG_LINES = 20
 
 
 @dataclass
@@ -216,6 +219,15 @@ def read_events(path: Path) -> list[dict[str, Any]]:
         for event in events
     ]
     return sorted((event for event in rows if event["time"] is not None), key=itemgetter("time"))
+
+
+def read_log(path: Path) -> list[str]:
+    """The last lines of rank 0's log."""
+    for file in (*path.glob("*/rank_0.log"), *path.glob("*/rank_0.jsonl")):
+        with suppress(OSError):
+            lines = tail_lines(file, LOG_TAIL_BYTES)[-_LOG_LINES:]
+            return [cut(line.decode(errors="replace"), _MESSAGE) for line in lines]
+    return []
 
 
 def _json_objects(path: Path) -> list[dict[str, Any]]:

@@ -7,6 +7,9 @@ const MAIN = [  // metrics with a chart of their own: key, title, unit, format, 
   ["tokens_per_second", "Throughput", "tokens/s per device", show.rate, {zero: true}],
   ["mfu", "MFU", "percent of the peak rate", show.percent, {zero: true}],
   ["memory_gib", "Peak memory", "GiB per device", show.gib, {zero: true, plain: true}],
+  ["gpu_utilization_pct", "GPU utilization", "percent, of rank 0", show.percent, {zero: true}],
+  ["gpu_power_w", "GPU power", "watts, of rank 0", rounded, {zero: true}],
+  ["gpu_temperature_c", "GPU temperature", "°C, of rank 0", rounded],
 ];
 const RUN_COLORS = [0, 3, 2, 7, 5, 6, 8, 1, 4, 9].map(i => `var(--c${i})`);
 const DASHES = [undefined, [8, 4], [2, 3], [8, 3, 2, 3], [14, 4]];
@@ -36,7 +39,7 @@ function redraw(box, state, draw) {
 function start() {
   parts = {};
   element(main, "h1", {}, "");
-  for (const name of ["heads", "comparison", "controls", "curves", "scores", "samples", "events", "time"]) parts[name] = element(main, "section", {class: name});
+  for (const name of ["heads", "comparison", "controls", "curves", "scores", "samples", "events", "time", "setup", "log"]) parts[name] = element(main, "section", {class: name});
   addEventListener("beforeprint", () => paper(true));
   addEventListener("afterprint", () => paper(false));
 }
@@ -62,12 +65,15 @@ function refresh() {
   redrawSamples();
   redraw(parts.events, runs.map(run => [run.name, run.starts, run.events]), events);
   redraw(parts.time, runs.map(run => [run.name, run.goodput]), time);
+  redraw(parts.setup, runs.map(run => [run.name, run.settings]), setup);
+  redraw(parts.log, runs.map(run => [run.name, run.log]), log);
 }
 
 // ---- how the runs stand
 
 const validated = run => Object.entries(run.validation).map(([name, curve]) => [name, curve.loss.at(-1)]);
-const moment = (run, seen = "") => run.eta_s === null || run.eta_s === undefined ? or(run.last_seen, at => seen + show.date(at)) : `${show.duration(run.eta_s)} left`;
+const moment = (run, word = "") => run.eta_s === null || run.eta_s === undefined ? or(run.last_seen, at => word + show.date(at)) : `${show.duration(run.eta_s)} left`;
+const ended = run => !["running", "killed", "unknown"].includes(run.state);
 const percentOf = run => or(run.goodput.percent, show.percent);
 
 function cards(box) {
@@ -80,7 +86,7 @@ function cards(box) {
     return one;
   };
   const share = run.total_steps ? run.step / run.total_steps : null;
-  card("state", run.state, moment(run, "last seen "), run.message, STATES[run.state]);
+  card("state", run.state, moment(run, ended(run) ? "ended " : "last seen "), run.message, STATES[run.state]);
   const progress = card("step", number(run.step), run.total_steps === null ? "steps" : `of ${plural(run.total_steps, "step")}`);
   if (share !== null) element(progress, "progress", {value: Math.min(1, share), "aria-label": `${percent(share, 1)} of the steps`});
   card("loss", or(latest.loss, show.loss), "training loss", validated(run).map(([name, loss]) => `validation${name ? ` ${name}` : ""} ${show.loss(loss)}`).join(", "));
@@ -90,9 +96,10 @@ function cards(box) {
   if (latest.memory_gib) card("memory_gib", show.gib(latest.memory_gib), "peak memory per device");
   card("goodput", percentOf(run), "goodput", plural(run.starts.length, "start"));
   const devices = Object.entries(run.devices).map(([name, n]) => `${number(n)} ${name}`).join(", ");
-  const about = [run.description, [run.ranks ? plural(run.ranks, "rank") : "", show.layout(run.layout), devices].filter(Boolean).join(", ")];
+  const {git} = run.settings, commit = git ? `commit ${git.slice(0, 10)}${git.endsWith("-dirty") ? " with uncommitted changes" : ""}` : "";
+  const about = [run.description, [run.ranks ? plural(run.ranks, "rank") : "", show.layout(run.layout), devices].filter(Boolean).join(", "), commit];
   element(box, "p", {class: "dim"}, about.filter(Boolean).join("; "));
-  element(element(box, "p", {class: "dim"}), "code", {}, run.path);
+  if (run.path !== run.name) element(element(box, "p", {class: "dim"}), "code", {}, run.path);
 }
 
 function overview(box) {
@@ -223,7 +230,8 @@ function curves(box, names) {
   for (const one of MAIN) if (names.metrics.includes(one[0])) metric(one[4].wide ? wide : pair, one);
   if (!names.metrics.includes("loss")) element(wide, "p", {class: "dim"}, "No training step is recorded yet.");
   if (names.validation.length) {
-    const chart = curveChart(wide, {key: "validation", title: "Validation loss", label: "loss", format: show.loss, tick: rounded, log: true, dots: true, height: 260,
+    const few = report.runs.every(run => Object.values(run.validation).every(curve => curve.step.length < 10));
+    const chart = curveChart(few ? pair : wide, {key: "validation", title: "Validation loss", label: "loss", format: show.loss, tick: rounded, log: true, dots: true, height: few ? 210 : 260,
       curves: ofNames(names.validation, (run, name) => run.validation[name] && [run.validation[name].step, run.validation[name].loss])});
     keyOfNames(chart.box, names.validation);
   }
@@ -322,6 +330,29 @@ function time(box) {
   element(details, "summary", {}, "As a table");
   table(details, [["", "left"], ...runs.flatMap(run => [[run.name]])], [...used.map(kind => [data.kinds[kind], ...runs.map(run => [show.duration(run.goodput.seconds[kind] || 0), percent(part(run, kind), 1)])]),
     ["total", ...runs.map(run => show.duration(total(run)))]], {label: "Time by kind"});
+}
+
+// ---- how each run was set up, and the end of its log
+
+// What `draw` makes of each run that has it; of several runs, below their names.
+function perRun(box, key, draw) {
+  const runs = report.runs.filter(run => Object.keys(run[key]).length);
+  for (const run of runs) {
+    const holder = report.runs.length > 1 ? element(box, "details") : box;
+    if (holder !== box) element(holder, "summary", {}, run.name);
+    draw(holder, run[key], run);
+  }
+  return runs.length;
+}
+function setup(box) {
+  element(box, "h2", {}, "Configuration");
+  element(box, "p", {class: "dim"}, "What isn't the default, and what it ran on.");
+  perRun(box, "settings", (holder, settings, run) =>
+    table(holder, [["key", "left wrap"], ["value", "left wrap"]], Object.entries(settings).map(([key, value]) => [key, String(value)]), {label: `Configuration of ${run.name}`}));
+}
+function log(box) {
+  element(box, "h2", {}, "End of the log");
+  if (!perRun(box, "log", (holder, lines) => element(holder, "pre", {class: "sample"}, lines.join("\n")))) box.replaceChildren();
 }
 
 if (isFrame) passOn(); else { prepare(); refresh(); if (data.every) follow(); }

@@ -9,6 +9,7 @@ from typing import Any
 from torchtitan.config.derive import layout_name
 from torchtitan.telemetry.run_record import KINDS
 from torchtitan.tools.reports.compare import setting_text
+from torchtitan.tools.reports.folder import UNENDED
 from torchtitan.tools.reports.plots import SMOOTHING, lines_of, plot
 from torchtitan.utils.wording import (
     aligned,
@@ -95,12 +96,13 @@ def _summary(run: Run) -> Iterator[str]:
         more_prompts = len(run["samples"]) - 1
         more = f"({plural(more_prompts, 'more prompt')}: --html)" if more_prompts else ""
         yield _join(f'wrote at step {sample["step"][-1]:,}: "{text}"', more)
+    seen = "last seen" if run["state"] in UNENDED else "ended"
     yield _join(
         show_optional(
             run["goodput"]["percent"], lambda percent: f"goodput {show_percent(percent)}"
         ),
         plural(len(run["starts"]), "start"),
-        show_optional(run["last_seen"], lambda at: f"last seen {show_date(at)}"),
+        show_optional(run["last_seen"], lambda at: f"{seen} {show_date(at)}"),
         show_optional(run["eta_s"], lambda seconds: f"{show_duration(seconds)} left"),
     )
 

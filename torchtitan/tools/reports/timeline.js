@@ -48,7 +48,7 @@ function timeline(parent, runs) {
       else sign(event.hours, [text, color], tip, "event").dataset.event = event.kind;
     }
   }
-  const scale = element(box, "div", {class: "lane-scale", "aria-hidden": "true"}), [unit, name] = end > 72 ? [24, "d"] : end > 1.5 ? [1, "h"] : [1 / 60, "min"];
+  const scale = element(box, "div", {class: "lane-scale", "aria-hidden": "true"}), [unit, name] = end > 72 ? [24, "d"] : end > 1.5 ? [1, "h"] : end > .05 ? [1 / 60, "min"] : [1 / 3600, "s"];
   const most = end / unit, least = most / 8, power = 10 ** Math.floor(Math.log10(least)), step = [1, 2, 5, 10].find(n => n * power >= least) * power;
   for (let tick = 0; tick * step <= most * .97; tick++) element(scale, "span", {style: `left: ${at(tick * step * unit)}`}, `${rounded(tick * step)} ${name}`);
   legend(parent, Object.entries(colors));
