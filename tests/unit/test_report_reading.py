@@ -228,7 +228,7 @@ def test_a_gigabyte_without_a_line(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["run.json", "metrics.jsonl", "config.toml", "events.jsonl", "guard.jsonl", ".lock"]
+    "name", ["run.json", "metrics.jsonl", "config.toml", "events.jsonl", ".lock"]
 )
 @pytest.mark.parametrize(
     "content",

@@ -81,13 +81,6 @@ def test_how_long_a_running_run_will_take(tmp_path):
 def test_events(tmp_path):
     folder = write_run(tmp_path / "a", [record(1)])
     write(
-        folder / "guard.jsonl",
-        [{"step": 3, "reason": "loss 9", "policy": "rewind", "back_to": 1, "time": BEGAN + 36}],
-    )
-    assert collected(folder)["events"] == [
-        {"hours": 0.01, "kind": "rewound", "step": 3, "message": "loss 9"}
-    ]
-    write(
         folder / "events.jsonl",
         [
             {

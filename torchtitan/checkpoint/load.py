@@ -3,7 +3,7 @@
 import io
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -106,60 +106,10 @@ class Reader(FileSystemReader):
             dcp.load(state, storage_reader=self, no_dist=True)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        def fill(item: ReadItem, value: Tensor) -> None:
-            target = planner.resolve_tensor(item).detach()
-            target.copy_(value)
-            planner.commit_tensor(item, target)
-
-        self._read(plan.items, fill)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
-
-    def read_box(self, key: str, box: ChunkStorageMetadata) -> Tensor:
-        """A box of a tensor. Besides it, one chunk of the tensor is in memory at a time.
-
-        Raises:
-            DamageError: it can't be read.
-        """
-        self.index.locate(key, box)
-        tensor = self.read_metadata().state_dict_metadata[key]
-        self.storage_data = self.read_metadata().storage_data
-        out = torch.empty(box.sizes, dtype=tensor.properties.dtype)
-
-        def fill(item: ReadItem, value: Tensor) -> None:
-            narrow_tensor_by_index(out, item.dest_offsets, item.lengths).copy_(value)
-
-        with self._as_damage():
-            self._read(create_read_items_for_chunk_list(key, tensor, [box]), fill)
-        return out
-
-    def read_chunk(self, index: MetadataIndex) -> Tensor:
-        """A chunk of a tensor, as it was written.
-
-        Raises:
-            DamageError: it can't be read.
-        """
-        location = self.read_metadata().storage_data[index]
-        with self._as_damage():
-            chunks = self._open_chunks(location.relative_path, [location])
-            return next(self._tensor(location, chunk) for _, chunk in chunks)
-
-    @contextmanager
-    def _as_damage(self) -> Iterator[None]:
-        """Raise a `DamageError` instead of errors that neither the user nor the machine caused."""
-        try:
-            yield
-        except (UserError, MemoryError):
-            raise
-        except Exception as error:
-            raise DamageError(f"{self.path} can't be read: {describe(error)}") from error
-
-    def _read(self, items: Sequence[ReadItem], fill: Callable[[ReadItem, Tensor], None]) -> None:
-        """Read the chunks that hold the items, each once, and pass the items' slices to `fill`."""
+        """Read the chunks that hold the plan's items, each once."""
         locations_by_file: dict[str, dict[int, ChunkLocation]] = defaultdict(dict)
         items_by_chunk: dict[tuple[str, int], list[ReadItem]] = defaultdict(list)
-        for item in items:
+        for item in plan.items:
             location = self.storage_data[item.storage_index]
             locations_by_file[location.relative_path][location.offset] = location
             items_by_chunk[location.relative_path, location.offset].append(item)
@@ -168,8 +118,28 @@ class Reader(FileSystemReader):
             for location, content in self._open_chunks(name, ascending):
                 tensor = self._tensor(location, content)
                 for item in items_by_chunk[name, location.offset]:
-                    fill(item, narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
+                    target = planner.resolve_tensor(item).detach()
+                    target.copy_(narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
+                    planner.commit_tensor(item, target)
                 del tensor  # before the next chunk needs memory
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def read_chunk(self, index: MetadataIndex) -> Tensor:
+        """A chunk of a tensor, as it was written.
+
+        Raises:
+            DamageError: it can't be read.
+        """
+        location = self.read_metadata().storage_data[index]
+        try:
+            chunks = self._open_chunks(location.relative_path, [location])
+            return next(self._tensor(location, chunk) for _, chunk in chunks)
+        except (UserError, MemoryError):
+            raise
+        except Exception as error:
+            raise DamageError(f"{self.path} can't be read: {describe(error)}") from error
 
     def _open_chunks(
         self, name: str, locations: list[ChunkLocation]
@@ -331,18 +301,13 @@ class BoxReader:
             if index not in self._chunks:
                 self._chunks[index] = self.reader.read_chunk(index)
                 self._remaining[index] = self._chunks[index].numel()
-            value = _narrow(self._chunks[index], item.storage_offsets, item.lengths)
+            value = narrow_tensor_by_index(self._chunks[index], item.storage_offsets, item.lengths)
             self._remaining[index] -= value.numel()
             if not self._remaining[index]:
                 del self._chunks[index], self._remaining[index]
             if len(items) == 1:
                 return value
             out = torch.empty(sizes, dtype=value.dtype) if out is None else out
-            _narrow(out, item.dest_offsets, item.lengths).copy_(value)
+            narrow_tensor_by_index(out, item.dest_offsets, item.lengths).copy_(value)
         assert out is not None or not sizes.numel(), f"{key} has no {box}"
         return torch.empty(sizes, dtype=tensor.properties.dtype) if out is None else out
-
-
-def _narrow(tensor: Tensor, offsets: torch.Size, sizes: torch.Size) -> Tensor:
-    ends = zip(offsets, sizes, strict=True)
-    return tensor[tuple(slice(start, start + size) for start, size in ends)]

@@ -177,7 +177,7 @@ class Checkpointer:
         step = self._step_in_flight
         self.newest_step = step
         logger.info(f"Saved {step_folder(self.folder, step)}", extra=event("saved", step))
-        self._purge()
+        self._purge(step)
 
     def close(self) -> None:
         """Finish the save in flight and release the staging buffers."""
@@ -219,11 +219,9 @@ class Checkpointer:
             return "no checkpoint exists"
         return f"the last good checkpoint is {step_folder(self.folder, steps[-1])}"
 
-    def _purge(self) -> None:
-        """Delete all except the newest `keep_latest_k` and the newest that can be resumed."""
-        latest = self.config.keep_latest_k
-        every = self.config.keep_every_n
-        purge(self.folder, latest, every, self._step_in_flight)
+    def _purge(self, step: int) -> None:
+        """Delete the checkpoints up to `step` that retention doesn't keep."""
+        purge(self.folder, self.config.keep_latest_k, self.config.keep_every_n, step)
 
     # ---- resuming
 
@@ -283,7 +281,7 @@ class Checkpointer:
                     "No start resumes an abandoned step, unless checkpoint.load_step names it",
                     extra=event("abandoned", step, steps=abandoned, folder=str(self.folder)),
                 )
-            purge(self.folder, self.config.keep_latest_k, self.config.keep_every_n, step)
+            self._purge(step)
         except OSError as error:
             raise CheckpointError(
                 f"can't write to {self.folder}: {error.strerror or error}"

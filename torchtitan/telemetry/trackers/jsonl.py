@@ -3,7 +3,9 @@
 import json
 from collections.abc import Iterator
 from contextlib import suppress
+from operator import attrgetter
 from pathlib import Path
+from typing import NamedTuple
 
 from torchtitan.telemetry.history import ABANDONED, History
 from torchtitan.telemetry.trackers.base import Record
@@ -37,26 +39,32 @@ class JsonlSink:
         Returns:
             The records that come back from there, as the run returns to their branch.
         """
-        kept: list[tuple[int, str]] = []
-        left: list[tuple[int, str]] = []
-        back: list[tuple[int, str]] = []
-        for at, branch, line in _lines(self.file):
-            fits = at <= step and branch in (None, self.history.branch_of(at))
-            (kept if fits else left).append((at, line))
-        for at, branch, line in _lines(self.abandoned):
-            fits = at <= step and branch is not None and branch == self.history.branch_of(at)
-            (back if fits else left).append((at, line))
+
+        def fits(line: _Line) -> bool:
+            return line.step <= step and line.branch in (None, self.history.branch_of(line.step))
+
+        lines = list(_lines(self.file))
+        aside = list(_lines(self.abandoned))
+        back = list(filter(fits, aside))
+        # A record of an earlier version has no branch by which it could come back.
+        left = [line for line in lines + aside if line.branch and not fits(line)]
         if left or back:
-            self.abandoned.replace("".join(f"{line}\n" for _, line in left))
-        if kept or left or back:  # all kept: a crash may have cut off another line
-            lines = sorted([*kept, *back], key=lambda entry: entry[0]) if back else kept
-            self.file.replace("".join(f"{line}\n" for _, line in lines))
-        return [json.loads(line) for _, line in back]
+            self.abandoned.replace("".join(line.text for line in left))
+        if lines or back:
+            kept = sorted([*filter(fits, lines), *back], key=attrgetter("step"))
+            self.file.replace("".join(line.text for line in kept))
+        return [json.loads(line.text) for line in back]
 
 
-def _lines(file: RunFile) -> Iterator[tuple[int, str | None, str]]:
-    """Step, branch and text of each line, except for those cut off by a crash."""
-    for line in (file.read() or b"").decode("utf-8-sig", "replace").split("\n"):
+class _Line(NamedTuple):
+    step: int
+    branch: str | None
+    text: str
+
+
+def _lines(file: RunFile) -> Iterator[_Line]:
+    """The lines of a file, except for those cut off by a crash."""
+    for text in (file.read() or b"").decode("utf-8-sig", "replace").split("\n"):
         with suppress(ValueError, KeyError, TypeError, RecursionError):
-            record = json.loads(line)
-            yield int(record["step"]), record.get("branch"), line
+            record = json.loads(text)
+            yield _Line(int(record["step"]), record.get("branch"), f"{text}\n")

@@ -24,7 +24,6 @@ RECORD = "run.json"
 METRICS = "metrics.jsonl"
 CONFIG = "config.toml"
 EVENTS = "events.jsonl"
-SPIKES = "guard.jsonl"
 SAMPLES = "samples.jsonl"
 STATES = ("running", "completed", "preempted", "interrupted", "failed", "killed", "unknown")
 UNENDED = ("running", "killed", "unknown")
@@ -197,18 +196,7 @@ def _start(entry: Any) -> Start | None:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """The latest events by time, each with `time`, `kind`, `step` (or None) and `message`.
-
-    Without a file of events, they are the guard's spikes.
-    """
-    events = _json_objects(path / EVENTS) or [
-        {
-            "kind": "rewound" if "back_to" in spike else "spike",
-            "message": spike.get("reason", ""),
-            **spike,
-        }
-        for spike in _json_objects(path / SPIKES)
-    ]
+    """The latest events by time, each with `time`, `kind`, `step` (or None) and `message`."""
     rows = [
         {
             "time": _time(event.get("time")),
@@ -216,7 +204,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
             "step": whole(event.get("step")),
             "message": cut(str(event.get("message", "")), _MESSAGE),
         }
-        for event in events
+        for event in _json_objects(path / EVENTS)
     ]
     return sorted((event for event in rows if event["time"] is not None), key=itemgetter("time"))
 
