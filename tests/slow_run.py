@@ -42,7 +42,11 @@ class SlowRun:
         self.folder = folder
         self.dump = folder / "out"
         (folder / "slow_steps.py").write_text(_SLOW.format(seconds=seconds))
-        plain = ["--checkpoint.enable", "--lr_scheduler.total_steps=1000", "--optimizer.lr=1e-3"]
+        plain = [
+            "--checkpoint.enable",
+            f"--lr_scheduler.total_steps={ENDLESS}",
+            "--optimizer.lr=1e-3",
+        ]
         self._plain = arguments(folder, *plain, *flags, steps=steps, global_batch=global_batch)
         slow = ["--experimental.custom_import=slow_steps", "--training.callbacks=slow"]
         self.argv = [*self._plain, *slow]

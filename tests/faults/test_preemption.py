@@ -72,7 +72,7 @@ def finish(process):
 def slow(folder, *extra):
     """Enough steps to be interrupted, which then don't decide the learning rate."""
     return arguments(
-        folder, "--checkpoint.enable", "--lr_scheduler.total_steps=20", *extra, steps=100000
+        folder, "--checkpoint.enable", "--lr_scheduler.total_steps=100000", *extra, steps=100000
     )
 
 
@@ -107,7 +107,7 @@ def test_a_signal_to_one_rank_ends_the_launcher_with_75_and_its_command_goes_on(
         timeout=200,
     )
     assert more.returncode == 0, more.stderr
-    extra += ["--lr_scheduler.total_steps=20", f"--job.dump_folder={tmp_path / 'whole'}"]
+    extra += ["--lr_scheduler.total_steps=100000", f"--job.dump_folder={tmp_path / 'whole'}"]
     whole = ranks(2, train, arguments(tmp_path, *extra, steps=step + 2))[0]
     assert losses({"metrics": read_metrics(tmp_path / "out")}) == pytest.approx(
         losses(whole), rel=1e-5

@@ -156,6 +156,25 @@ RUN_CASES = {
             ["--validation.sets=[{name = 'a', steps = 1}]"],
         ),
     ],
+    "every_step_trains": [
+        (
+            1,
+            ["--training.steps=5", "--lr_scheduler.total_steps=3", "--lr_scheduler.warmup_steps=1"],
+            "learning rate is 0 after step 3 of training.steps 5; set it to 5, or",
+            ["--lr_scheduler.total_steps=5"],
+        ),
+        (
+            1,
+            [
+                "--training.steps=5",
+                "--lr_scheduler.total_steps=3",
+                "--lr_scheduler.name=cosine",
+                "--lr_scheduler.warmup_steps=0",
+            ],
+            "set it to 5, or lr_scheduler.min_lr_factor above 0",
+            ["--lr_scheduler.min_lr_factor=0.1"],
+        ),
+    ],
     "average_has_a_use": [
         (
             1,

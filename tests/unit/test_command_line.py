@@ -4,6 +4,7 @@ import argparse
 
 import pytest
 
+from torchtitan.commands import COMMANDS, command_module
 from torchtitan.config.load.command_line import parse_args, split_args
 from torchtitan.config.load.decode import load_config
 from torchtitan.utils.errors import ConfigError
@@ -95,3 +96,46 @@ def test_help(capsys):
         assert text in capsys.readouterr().out
     with pytest.raises(ConfigError, match="no section 'trainin'"):
         parse("--help", "trainin")
+
+
+def arguments_of(parser):
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for subparser in action.choices.values():
+                yield from arguments_of(subparser)
+        elif action.nargs != 0 and not action.choices:
+            yield parser, action
+
+
+ARGUMENTS = [pair for name in COMMANDS for pair in arguments_of(command_module(name).parser())]
+
+
+def read(parser, action, text):
+    """The value of an argument's text, or None if it is refused."""
+    try:
+        return parser._get_value(action, text)
+    except (argparse.ArgumentError, ConfigError):
+        return None
+
+
+def test_every_argument_refuses_nothing_and_numbers_that_are_none():
+    """Nothing is an unset variable of the shell; but a prompt may be empty."""
+    empty = {action.dest for parser, action in ARGUMENTS if read(parser, action, "") is not None}
+    assert (empty, len(ARGUMENTS) > 80) == ({"prompt"}, True)
+    numbers = [pair for pair in ARGUMENTS if read(*pair, "1") in (1, (1, 1))]
+    assert len(numbers) > 25
+    for text in ("nan", "inf", "-1", "1e999"):
+        taken = {
+            action.dest for parser, action in numbers if read(parser, action, text) is not None
+        }
+        assert taken == ({"ranks"} if text == "-1" else set()), text  # rehearse checks its ranks
+
+
+def test_a_path_means_the_same_to_every_command(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/someone")
+    kinds = ("FILE", "DIR", "FOLDER", "PATH", "CONFIG|PATH", "RUN")
+    paths = [(parser, action) for parser, action in ARGUMENTS if action.metavar in kinds]
+    assert len(paths) > 20
+    for text in ("~/x", "$HOME/x"):
+        assert {str(read(*pair, text)) for pair in paths} == {"/home/someone/x"}
+    assert {read(*pair, "$NOT_SET/x") for pair in paths} == {None}

@@ -168,7 +168,9 @@ def check_every_form(folder, values):
     file, lines = folder / "run.toml", folder / "runs.txt"
     file.write_text(written(values), encoding="utf-8")
     wrong = []
-    read = {"file": {key: setting.value for key, setting in read_toml(file, "", wrong, []).items()}}
+    read = {
+        "file": {key: setting.value for key, setting in read_toml(str(file), "", wrong, []).items()}
+    }
     assert not wrong
     argv = [f"--{key}={flag_text(key, value)}" for key, value in values.items()]
     read["flags"] = flags_of(argv)

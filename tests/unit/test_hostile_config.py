@@ -3,6 +3,7 @@ wrong.
 """
 
 import os
+import re
 import sys
 
 import pytest
@@ -11,6 +12,7 @@ from tests.config_answers import answer, answer_in_time
 from torchtitan.commands.train import check, node_range
 from torchtitan.commands.train import parser as train_parser
 from torchtitan.config import load_config, resolve
+from torchtitan.config.load.keys import FIELDS
 from torchtitan.utils.errors import ConfigError
 
 
@@ -232,15 +234,37 @@ def test_a_custom_import_that_fails(tmp_path, monkeypatch, name):
         ("--comm.save_traces_file_prefix=../rank_", "without /"),
         ("--job.dump_folder=~nobody-here/x", "there is no user 'nobody-here'"),
         ("--job.dump_folder=s3://bucket/run", "must be a local folder"),
+        ("--job.dump_folder=$NOT_SET/run", "no environment variable 'NOT_SET' is set"),
+        ("--checkpoint.folder=${EMPTY}/run", "no environment variable 'EMPTY' is set"),
+        ("--profiling.save_traces_folder=a/${NOT_SET:-b}", "variable 'NOT_SET:-b' is set"),
+        ("--training.dataset_path=$(pwd)/text", "no environment variable '(pwd)' is set"),
+        ("--metrics.save_tb_folder=${HOME}/x", "must be below job.dump_folder"),
     ],
 )
-def test_nonsense_is_refused_where_it_is_written(flag, text):
+def test_nonsense_is_refused_where_it_is_written(flag, text, monkeypatch):
+    monkeypatch.setenv("EMPTY", "")
     (problem,) = answer([flag, "--model.flavor=8B"])
     assert text in problem
     assert flag.partition("=")[0].removeprefix("--").rpartition(".")[2] in problem
 
 
-def test_the_home_folder_is_expanded_in_every_path(monkeypatch):
+def test_nothing_is_a_value_only_where_that_is_documented():
+    """An unset variable of a shell, as in `--checkpoint.initial_load_path "$CHECKPOINT"`."""
+    texts = {key for key, info in FIELDS.items() if "str" in str(info.annotation)}
+    texts = {key for key in texts if not re.search(r"list\[|dict\[", str(FIELDS[key].annotation))}
+    with pytest.raises(ConfigError) as error:
+        load_config([f"--{key}=" for key in texts])
+    refused = {problem.partition(":")[0].removeprefix("--") for problem in error.value.problems}
+    assert len(refused) > 30
+    assert texts - refused == {
+        "experimental.custom_import",
+        "metrics.prometheus.textfile",
+        "parallelism.pipeline_parallel_schedule_csv",
+    }
+
+
+@pytest.mark.parametrize("home", ["~", "$HOME", "${HOME}"])
+def test_the_home_folder_is_expanded_in_every_path(monkeypatch, home):
     monkeypatch.setenv("HOME", "/home/someone")
     keys = [
         "job.dump_folder",
@@ -253,10 +277,18 @@ def test_the_home_folder_is_expanded_in_every_path(monkeypatch):
         "checkpoint.initial_load_path",
         "parallelism.pipeline_parallel_schedule_csv",
     ]
-    config = load_config([f"--{key}=~/x" for key in keys]).config
+    config = load_config([f"--{key}={home}/x" for key in keys]).config
     for key in keys:
         section, _, name = key.rpartition(".")
         assert getattr(getattr(config, section), name) == "/home/someone/x", key
+
+
+def test_a_folder_with_a_dollar_in_its_name(tmp_path):
+    folder = tmp_path / "a$b"
+    folder.mkdir()
+    (folder / "run.toml").write_text('job.dump_folder = "{here}/run"\n')
+    config = load_config(["--config", str(folder / "run.toml")]).config
+    assert config.job.dump_folder == f"{folder}/run"
 
 
 def test_every_backend_of_torch_is_known():

@@ -31,7 +31,7 @@ SHAPES = {
 @pytest.mark.parametrize(("decay_type", "shape"), SHAPES.items())
 def test_decay_shapes_end_at_the_floor(decay_type, shape):
     factors = curve(9, warmup_steps=0, decay_type=decay_type, min_lr_factor=0.1)
-    assert factors == pytest.approx([0.1 + 0.9 * shape((i + 1) / 10) for i in range(9)])
+    assert factors == pytest.approx([0.1 + 0.9 * shape(i / 9) for i in range(9)])
     beyond = lr_factor(
         50, LRScheduler(total_steps=9, warmup_steps=0, decay_type=decay_type, min_lr_factor=0.1)
     )
@@ -51,10 +51,8 @@ def named(name, *flags, steps=40, warmup=8):
 
 
 def ramp(schedule):
-    """`schedule(t)` after 8 steps of warm-up; `t` runs over 32 steps and reaches 1 one step after
-    the last.
-    """
-    return [(step + 1) / 8 for step in range(8)] + [schedule((step + 1) / 33) for step in range(32)]
+    """`schedule(t)` after 8 steps of warm-up; `t` runs over 32 steps, from 0 to 31/32."""
+    return [(step + 1) / 8 for step in range(8)] + [schedule(step / 32) for step in range(32)]
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -69,7 +67,7 @@ def test_a_named_shape_decays_from_the_end_of_warmup(name):
 def test_wsd_stays_constant_and_then_decays(shape, flags, decay):
     flags += (f"--lr_scheduler.decay_type={shape}",) if shape else ()
     factors, _ = named("wsd", *flags)
-    tail = [SHAPES[shape or "linear"]((i + 1) / (decay + 1)) for i in range(decay)]
+    tail = [SHAPES[shape or "linear"](i / decay) for i in range(decay)]
     assert factors == pytest.approx(ramp(lambda t: 1.0)[: 40 - decay] + tail)
 
 
@@ -86,9 +84,7 @@ def test_without_a_name_the_schedule_is_that_of_its_keys():
 
 
 def test_named_schedules_are_those_of_torch_and_transformers():
-    """Theirs count from the step after: factor 0 at step 0, and at the end the floor, one step
-    after ours.
-    """
+    """After warm-up, which begins with a factor of 0 there."""
     hf = pytest.importorskip("transformers.optimization")
 
     def theirs(make, **options):
@@ -97,36 +93,30 @@ def test_named_schedules_are_those_of_torch_and_transformers():
         out = []
         for _ in range(40):
             optimizer.step()
-            scheduler.step()
             out.append(scheduler.get_last_lr()[0])
-        return out
+            scheduler.step()
+        return pytest.approx(out[8:])
 
-    whole = {"num_warmup_steps": 8, "num_training_steps": 41}
-    assert named("linear")[0] == pytest.approx(theirs(hf.get_linear_schedule_with_warmup, **whole))
-    assert named("cosine")[0] == pytest.approx(theirs(hf.get_cosine_schedule_with_warmup, **whole))
-    assert named("constant")[0] == pytest.approx(
-        theirs(hf.get_constant_schedule_with_warmup, num_warmup_steps=8)
-    )
+    whole = {"num_warmup_steps": 8, "num_training_steps": 40}
+    assert named("linear")[0][8:] == theirs(hf.get_linear_schedule_with_warmup, **whole)
+    assert named("cosine")[0][8:] == theirs(hf.get_cosine_schedule_with_warmup, **whole)
+    constant = theirs(hf.get_constant_schedule_with_warmup, num_warmup_steps=8)
+    assert named("constant")[0][8:] == constant
     parts = {
         "num_warmup_steps": 8,
         "num_stable_steps": 24,
-        "num_decay_steps": 9,
+        "num_decay_steps": 8,
         "min_lr_ratio": 0.1,
     }
-    for ours, shape in {"linear": "linear", "cosine": "cosine", "sqrt": "1-sqrt"}.items():
-        factors, _ = named(
-            "wsd", f"--lr_scheduler.decay_type={ours}", "--lr_scheduler.min_lr_factor=0.1"
-        )
-        after_warmup = theirs(hf.get_wsd_schedule, decay_type=shape, **parts)[
-            8:
-        ]  # theirs starts from the floor
-        assert factors[8:] == pytest.approx(after_warmup)
     floor = ["--lr_scheduler.min_lr_factor=0.1"]
+    for ours, shape in {"linear": "linear", "cosine": "cosine", "sqrt": "1-sqrt"}.items():
+        factors, _ = named("wsd", f"--lr_scheduler.decay_type={ours}", *floor)
+        assert factors[8:] == theirs(hf.get_wsd_schedule, decay_type=shape, **parts)
     torchs = torch.optim.lr_scheduler
-    linear = theirs(torchs.LinearLR, start_factor=1.0, end_factor=0.1, total_iters=41)
-    assert named("linear", *floor, warmup=0)[0] == pytest.approx(linear)
-    cosine = theirs(torchs.CosineAnnealingLR, T_max=41, eta_min=0.1)
-    assert named("cosine", *floor, warmup=0)[0] == pytest.approx(cosine)
+    linear = theirs(torchs.LinearLR, start_factor=1.0, end_factor=0.1, total_iters=40)
+    assert named("linear", *floor, warmup=0)[0][8:] == linear
+    cosine = theirs(torchs.CosineAnnealingLR, T_max=40, eta_min=0.1)
+    assert named("cosine", *floor, warmup=0)[0][8:] == cosine
 
 
 def test_a_short_run_cuts_a_long_schedule_with_a_warning(tmp_path):
@@ -153,7 +143,7 @@ def test_a_short_run_cuts_a_long_schedule_with_a_warning(tmp_path):
     schedule = resolved.config.lr_scheduler
     factors = [lr_factor(step, schedule) for step in range(300)]
     assert factors == pytest.approx(
-        [(s + 1) / 100 for s in range(100)] + [1 - (i + 1) / 201 for i in range(200)]
+        [(s + 1) / 100 for s in range(100)] + [1 - i / 200 for i in range(200)]
     )
     assert resolved.warnings == [
         f"{file}:5: lr_scheduler.decay_ratio: 0.8 cut to 200 steps, which 100 "

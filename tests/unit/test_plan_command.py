@@ -294,13 +294,13 @@ def test_what_is_missing_is_asked_for_with_the_choices(capsys):
 def test_options_are_strict(capsys):
     for argv, message in (
         (["--world=no"], "--world"),
-        (["--tokens", "much"], "'much' is not a number of tokens"),
+        (["--tokens", "much"], "--tokens: much: must be a number above 0"),
         (["--html"], "--html: expected one argument"),
         (["--axes=ac"], "--axes needs --search"),
         (["--axes=all", "--search"], "no axis 'all' (there is batch,"),
         (["--output=x.toml"], "--output needs --from-run"),
         (["--mtbf=50000"], "--mtbf and --storage need each other"),
-        (["--money=-1"], "'-1' is not a positive number"),
+        (["--money=-1"], "--money: -1: must be a number above 0"),
     ):
         with pytest.raises(SystemExit):
             main(argv)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torchtitan.utils.argument_types import command_parser
+from torchtitan.utils.argument_types import command_parser, number, path_or_url
 from torchtitan.utils.errors import CheckpointError, DamageError, UserError
 from torchtitan.utils.storage import path_argument
 
@@ -140,8 +140,12 @@ def parser() -> argparse.ArgumentParser:
     add("target", type=path_argument, help="folder to create")
     add("--ema", **_EMA)
     add("--dtype", choices=_DTYPES, help="dtype of the weights (default: as stored)")
-    add("--assets", help="folder of the tokenizer (default: model.hf_assets_path of the run)")
-    add("--max-file-gb", type=float, default=5.0, help="largest file size (default: %(default)s)")
+    add(
+        "--assets",
+        type=path_or_url,
+        help="folder of the tokenizer (default: model.hf_assets_path of the run)",
+    )
+    add("--max-file-gb", type=number, default=5.0, help="largest file size (default: %(default)s)")
     add(
         "--check",
         action=argparse.BooleanOptionalAction,
@@ -161,7 +165,7 @@ def parser() -> argparse.ArgumentParser:
     add("source", type=Path, help="folder with config.json and safetensors")
     add("target", type=path_argument, help="folder to create, for step-0 and train.toml")
     add("--model", help="model family, as in model.name (default: by config.json)")
-    add("--toml", help="TOML file to write (default: train.toml in the target)")
+    add("--toml", type=path_or_url, help="TOML file to write (default: train.toml in the target)")
     add("--custom-import", metavar="MODULE", help="module that registers the model's family")
     return parser
 

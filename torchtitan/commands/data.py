@@ -24,7 +24,7 @@ from torchtitan.data.encode.tokenizer import PLAIN, UNPREDICTED, Tokenizer, buil
 from torchtitan.data.order.rows import Row
 from torchtitan.data.read.documents import show_bad_documents
 from torchtitan.data.sources import data_spec
-from torchtitan.utils.argument_types import command_parser, count
+from torchtitan.utils.argument_types import command_parser, count, path_or_url
 from torchtitan.utils.assets import shipped_configs
 from torchtitan.utils.errors import show_warnings
 from torchtitan.utils.wording import aligned, escaped, listed, plural, show_tokens
@@ -37,6 +37,7 @@ def parser() -> argparse.ArgumentParser:
     parser = command_parser("data", __doc__, epilog="--section.key value overrides a key.")
     parser.add_argument(
         "data",
+        type=path_or_url,
         metavar="CONFIG|PATH",
         help="a configuration; or what training.dataset_path names, or demo",
     )

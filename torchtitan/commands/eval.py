@@ -12,12 +12,13 @@ run's checkpoint are added to evals.jsonl in the run's folder.
 import argparse
 import importlib.util
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torchtitan.inference.options import add_model_options, report_once
 from torchtitan.telemetry.scores import record_scores, run_of
-from torchtitan.utils.argument_types import command_parser, count
+from torchtitan.utils.argument_types import command_parser, count, path_or_url
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.files import write_output
 from torchtitan.utils.logging import logger
@@ -105,7 +106,7 @@ def _record(checkpoint: Path, scores: dict[str, float], options: argparse.Namesp
 
 
 def _report(
-    checkpoint: str, results: dict[str, Any], scores: dict[str, float], output: str | None
+    checkpoint: str, results: dict[str, Any], scores: dict[str, float], output: Path | None
 ) -> None:
     from lm_eval.utils import make_table
 
@@ -117,7 +118,7 @@ def _report(
         report = {"checkpoint": checkpoint, "scores": scores}
         report |= {key: results[key] for key in keys if key in results}
         content = json.dumps(report, indent=1, default=str) + "\n"
-        write_output({Path(output): content.encode()})
+        write_output({output: content.encode()})
 
 
 def parser() -> argparse.ArgumentParser:
@@ -131,10 +132,14 @@ def parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--tasks", required=True, help="names of tasks, groups or tags, with commas between them")
-    add("--include-path", help="folder with your task files, whose Python functions are run")
+    add(
+        "--include-path",
+        type=path_or_url,
+        help="folder with your task files, whose Python functions are run",
+    )
     add(
         "--num-fewshot",
-        type=int,
+        type=partial(count, fewest=0),
         help="solved examples before each question (default: each task's)",
     )
     add("--limit", type=count, help="only this many documents of each task (default: all)")
@@ -143,5 +148,5 @@ def parser() -> argparse.ArgumentParser:
         type=count,
         help="tokens of the longest text (default: the longest row in training)",
     )
-    add("--output", help="write the results to this JSON file")
+    add("--output", type=Path, help="write the results to this JSON file")
     return parser

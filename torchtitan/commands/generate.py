@@ -12,11 +12,12 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan.inference.options import add_model_options, report_once
-from torchtitan.utils.argument_types import command_parser, count
+from torchtitan.utils.argument_types import command_parser, count, number
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.files import text_of
 from torchtitan.utils.process import rank_and_world
@@ -34,8 +35,6 @@ def main(argv: list[str]) -> int:
 
 
 def _generate(options: argparse.Namespace, rank: int, world: int) -> int:
-    if problems := list(_option_problems(options)):
-        raise ConfigError(problems)
     texts = _prompts(options)
 
     from torchtitan.inference.generator import SamplingSettings  # imports torch
@@ -116,7 +115,7 @@ def _prompts(options: argparse.Namespace) -> list[str]:
     prompts = list(options.prompt)
     if options.prompts_file:
         try:
-            lines = text_of(Path(options.prompts_file).read_bytes()).split("\n")
+            lines = text_of(options.prompts_file.read_bytes()).split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
                 [f"--prompts-file: can't read {options.prompts_file}: {error}"]
@@ -127,18 +126,6 @@ def _prompts(options: argparse.Namespace) -> list[str]:
                 [f"--prompts-file: {options.prompts_file} has no prompts (one per line)"]
             )
     return prompts or [""]
-
-
-def _option_problems(options: argparse.Namespace) -> Iterator[str]:
-    if options.temperature < 0:
-        yield (
-            f"--temperature: got {options.temperature:g}, must be 0 (always the likeliest "
-            "token) or more"
-        )
-    if not 0 < options.top_p <= 1:
-        yield f"--top-p: got {options.top_p:g}, must be above 0 and at most 1 (all tokens)"
-    if options.top_k < 0:
-        yield f"--top-k: got {options.top_k}, must be 0 (all tokens) or more"
 
 
 def _model_problems(
@@ -176,11 +163,12 @@ def parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add(
         "--prompt",
+        type=str,
         action="append",
         default=[],
         help="beginning of a text; repeatable (default: empty)",
     )
-    add("--prompts-file", help="file with one prompt per line")
+    add("--prompts-file", type=Path, help="file with one prompt per line")
     add(
         "--max-new-tokens",
         type=count,
@@ -189,24 +177,27 @@ def parser() -> argparse.ArgumentParser:
     )
     add(
         "--temperature",
-        type=float,
+        type=partial(number, zero=True),
         default=0.8,
         help="0: always the likeliest token (default: %(default)s)",
     )
     add(
         "--top-k",
-        type=int,
+        type=partial(count, fewest=0),
         default=0,
         help="sample from the k likeliest tokens; 0: all (default: %(default)s)",
     )
     add(
         "--top-p",
-        type=float,
+        type=partial(number, most=1),
         default=0.95,
         help="sample from the likeliest tokens with this total probability (default: %(default)s)",
     )
     add(
-        "--seed", type=int, default=0, help="same seed and prompt, same text (default: %(default)s)"
+        "--seed",
+        type=partial(count, fewest=0),
+        default=0,
+        help="same seed and prompt, same text (default: %(default)s)",
     )
     add("--json", action="store_true", help="print one JSON object instead of text")
     return parser

@@ -40,7 +40,13 @@ def parser() -> argparse.ArgumentParser:
     parser = command_parser("init", __doc__, usage=usage)
     add = parser.add_argument
     add("model", nargs="?", metavar="MODEL", help="FAMILY/SIZE, or a local Hugging Face folder")
-    add("folder", nargs="?", metavar="FOLDER", help="of the project (named after the model)")
+    add(
+        "folder",
+        type=Path,
+        nargs="?",
+        metavar="FOLDER",
+        help="of the project (named after the model)",
+    )
     add(
         "--data",
         metavar="NAME|PATH",
@@ -80,7 +86,7 @@ def main(argv: list[str]) -> int:
     check_words("", argv)  # flags become a comment in the file
     settings = _flag_settings(flags)
     if options.folder:
-        _check_folder(Path(options.folder), force=options.force)
+        _check_folder(options.folder, force=options.force)
     asker = Asker(defaults=options.yes)
     request, cpu_file = _request(options, settings, asker)
     per_node = options.gpus_per_node or request.hardware.devices_per_host

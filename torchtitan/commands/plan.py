@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
 
 def _of_run(options: argparse.Namespace, flags: list[str]) -> Prediction:
     """The plan of a run beside its measurements, and the hardware fitted to them."""
-    run = calibrate.read_run(Path(options.from_run))
+    run = calibrate.read_run(options.from_run)
     name = options.hardware or calibrate.hardware_of(run)
     flags = [calibrate.config_flag(run), *flags]
     plan = make_plan(flags, run.world, find_or_measure(name))
@@ -168,7 +168,7 @@ def _flags_of_model(path: Path, flags: list[str]) -> list[str]:
     """Flags that train a Hugging Face model, then the command line's, which take precedence."""
     from torchtitan.tools.launch.model_choice import hugging_face_model
 
-    model = hugging_face_model(path.expanduser())
+    model = hugging_face_model(path)
     settings = {
         "job.description": model.name,
         "model.name": model.spec.name,

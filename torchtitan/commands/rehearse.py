@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
         help="layers of each stage that run (default: 1; 2 without a pipeline)",
     )
     add("--every-layer", action="store_true", help="run all layers")
-    add("--json", metavar="FILE", help="write the result as JSON")
+    add("--json", type=Path, metavar="FILE", help="write the result as JSON")
     return parser
 
 
@@ -66,6 +66,6 @@ def main(argv: list[str]) -> int:
     result = rehearse(config, options.world, ranks=ranks, layers=layers)
     if options.json:
         content = json.dumps(as_data(result), indent=1) + "\n"
-        write_output({Path(options.json): content.encode()})
+        write_output({options.json: content.encode()})
     print(as_text(result))
     return 1 if result.faults else 0

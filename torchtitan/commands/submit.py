@@ -29,7 +29,7 @@ from torchtitan.tools.launch.slurm_script import (
     script,
     single_line,
 )
-from torchtitan.utils.argument_types import command_parser, count
+from torchtitan.utils.argument_types import command_parser, count, path_or_url
 from torchtitan.utils.errors import ConfigError, UserError
 from torchtitan.utils.files import write_output
 from torchtitan.utils.wording import plural
@@ -68,7 +68,12 @@ def parser() -> argparse.ArgumentParser:
         metavar="LINE",
         help="another #SBATCH line, as --sbatch=--qos=high",
     )
-    add("--output", type=single_line, metavar="FILE", help="file to write (<job name>.sbatch)")
+    add(
+        "--output",
+        type=lambda text: path_or_url(single_line(text)),
+        metavar="FILE",
+        help="file to write (<job name>.sbatch)",
+    )
     add(
         "--runs",
         type=Path,

@@ -37,7 +37,7 @@ from torchtitan.data.tokens.tokenizing import (
     split_alone,
     tokenize,
 )
-from torchtitan.utils.argument_types import command_parser, count, share
+from torchtitan.utils.argument_types import command_parser, count, path_or_url, share
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import write_whole
 from torchtitan.utils.formats import read_json_object
@@ -64,14 +64,23 @@ def parser() -> argparse.ArgumentParser:
     parser = command_parser("tokenize", __doc__)
     add = parser.add_argument
     add(
-        "--input", required=True, nargs="+", metavar="PATH", help="files, folders or globs; or demo"
+        "--input",
+        type=path_or_url,
+        required=True,
+        nargs="+",
+        metavar="PATH",
+        help="files, folders or globs; or demo",
     )
     add("--output", required=True, type=Path, metavar="DIR", help="folder for the token files")
     add(
-        "--tokenizer", default=Model().hf_assets_path, metavar="DIR", help="as model.hf_assets_path"
+        "--tokenizer",
+        type=path_or_url,
+        default=Model().hf_assets_path,
+        metavar="DIR",
+        help="as model.hf_assets_path",
     )
     add("--end-of-document", metavar="TOKEN", help="as model.end_of_document")
-    add("--chat-template", metavar="FILE", help="as model.chat_template")
+    add("--chat-template", type=path_or_url, metavar="FILE", help="as model.chat_template")
     column = parser.add_mutually_exclusive_group()
     column.add_argument(
         "--text-column",

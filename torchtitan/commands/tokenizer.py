@@ -24,7 +24,7 @@ from torchtitan.data.encode.tokenizer_training import (
 )
 from torchtitan.data.read.corpus import Corpus
 from torchtitan.data.read.documents import show_bad_documents
-from torchtitan.utils.argument_types import command_parser, count, share, size
+from torchtitan.utils.argument_types import command_parser, count, path_or_url, share, size
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.meter import Meter
 from torchtitan.utils.wording import plural, show_size
@@ -35,6 +35,7 @@ def parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add(
         "input",
+        type=path_or_url,
         nargs="+",
         metavar="PATH",
         help="files, folders or globs, as training.dataset_path; or demo",

@@ -23,7 +23,7 @@ from torchtitan.tools.launch.torchrun import no_cpp_stacks, run_ranks, what_lowe
 from torchtitan.train.preflight import preflight
 from torchtitan.train.rank_main import main as train
 from torchtitan.utils.accelerators import count_gpus, refuse_unusable
-from torchtitan.utils.argument_types import count
+from torchtitan.utils.argument_types import command_parser, count
 from torchtitan.utils.assets import shipped_configs
 from torchtitan.utils.errors import ConfigError, OutOfMemoryError, did_you_mean
 from torchtitan.utils.limits import NODE_RANGE, NODES, RANKS_PER_NODE
@@ -40,9 +40,8 @@ MIN_SECRET = 16
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="torchtitan train", description=__doc__, allow_abbrev=False
-    )
+    parser = command_parser("train", __doc__)
+    parser.allow_abbrev = False
     add = parser.add_argument
     ranks = partial(count, most=RANKS_PER_NODE)
     add("--nproc-per-node", type=ranks, metavar="N", help="ranks on this node (its GPUs, else 1)")
@@ -55,7 +54,6 @@ def parser() -> argparse.ArgumentParser:
     )
     add(
         "--rdzv-endpoint",
-        default="",
         type=_endpoints,
         metavar="HOST:PORT[,...]",
         help="the first node, if there are several; more, which take over when it is lost",
@@ -196,7 +194,7 @@ def node_range(text: str) -> tuple[int, int]:
 def _endpoints(text: str) -> str:
     """Argument type of one or more `HOST:PORT`, separated by commas."""
     several = text.split(",")
-    for endpoint in several if len(several) > 1 else []:
+    for endpoint in several if len(several) > 1 or not text else []:
         host, _, port = endpoint.rpartition(":")
         if not re.fullmatch(r"[\w.-]+|\[[0-9a-fA-F:.]+\]", host) or not re.fullmatch(
             "[1-9][0-9]{0,4}", port

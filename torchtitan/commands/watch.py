@@ -17,7 +17,7 @@ from torchtitan.commands.report import find_runs
 from torchtitan.tools.reports.collect import collect, report_page
 from torchtitan.tools.reports.folder import Runs
 from torchtitan.tools.reports.serve import PageServer
-from torchtitan.utils.argument_types import count
+from torchtitan.utils.argument_types import command_parser, count
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import write_output
 from torchtitan.utils.wording import listed, printable
@@ -31,7 +31,7 @@ _BUSY = 0.1
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="torchtitan watch", description=__doc__)
+    parser = command_parser("watch", __doc__)
     add = parser.add_argument
     folders = "folder of a run (job.dump_folder), or of several"
     add("folders", type=Path, nargs="+", metavar="FOLDER", help=folders)

@@ -6,12 +6,13 @@ overflows or is slow, and text so that it can be printed and used as a path.
 
 import os
 import re
-from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from torchtitan.utils.errors import EMPTY
 from torchtitan.utils.limits import FILE_NAME_BYTES
+from torchtitan.utils.storage import expand_path
 from torchtitan.utils.wording import brief
 
 
@@ -72,9 +73,9 @@ def path_problem(path: str) -> str | None:
     return None
 
 
-def _text(text: str) -> str:
-    if _CONTROL.search(text.translate({ord(blank): None for blank in "\t\n\r"})):
-        raise ValueError(f"got {brief(text)}, must not contain control characters")
+def not_empty(text: str) -> str:
+    if not text:
+        raise ValueError(EMPTY)
     return text
 
 
@@ -84,26 +85,24 @@ def _name(text: str) -> str:
     return text
 
 
+def _text(text: str) -> str:
+    _name(re.sub(r"[\t\n\r]", " ", text))
+    return text
+
+
 def _path(path: str) -> str:
-    if problem := path_problem(path):
+    if problem := path_problem(path) or path_problem(expand_path(path)):
         raise ValueError(problem)
-    full_path = os.path.expanduser(path)
-    if full_path.startswith("~") and "/" in full_path:
-        raise ValueError(
-            f"got {brief(path)}, but there is no user {path.partition('/')[0][1:]!r}; "
-            "write ./~ for a ~"
-        )
-    return full_path
+    return expand_path(path)
 
 
 def _relative_path(path: str) -> str:
-    if problem := path_problem(path):
-        raise ValueError(problem)
-    if path.startswith(("/", "~")) or "://" in path or ".." in PurePosixPath(path).parts:
+    full_path = _path(path)
+    if full_path.startswith(("/", "~")) or "://" in full_path or ".." in full_path.split("/"):
         raise ValueError(
             f"got {brief(path)}, must be below job.dump_folder: a relative path without .."
         )
-    return path
+    return full_path
 
 
 def _file_name(name: str) -> str:
@@ -114,10 +113,14 @@ def _file_name(name: str) -> str:
 
 Text = Annotated[str, Field(max_length=4096), AfterValidator(_text)]
 """Text of one or more lines."""
-Name = Annotated[str, Field(max_length=1024), AfterValidator(_name)]
+NameOrEmpty = Annotated[str, Field(max_length=1024), AfterValidator(_name)]
+Name = Annotated[NameOrEmpty, AfterValidator(not_empty)]
 """A name or pattern."""
 LocalPath = Annotated[str, Field(max_length=4096), AfterValidator(_path)]
-"""A path or, where a key allows it, a URL. `~` is expanded."""
+"""A path or, where a key allows it, a URL. `~` and variables of the environment are expanded."""
+LocalPathOrEmpty = Annotated[
+    str, Field(max_length=4096), AfterValidator(lambda path: path and _path(path))
+]
 InDumpFolder = Annotated[str, Field(max_length=1024), AfterValidator(_relative_path)]
 """A path relative to `job.dump_folder` that doesn't leave it."""
 FilePrefix = Annotated[str, Field(max_length=100), AfterValidator(_file_name)]

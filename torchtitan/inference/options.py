@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Callable
 
-from torchtitan.utils.argument_types import count
+from torchtitan.utils.argument_types import count, path_or_url
 from torchtitan.utils.errors import UserError
 
 
@@ -33,7 +33,9 @@ def add_model_options(
         help=f"{average} the average of the weights, which the run kept with ema.enable",
     )
     parser.add_argument(
-        "--assets", help="folder of the tokenizer (default: the one used in training)"
+        "--assets",
+        type=path_or_url,
+        help="folder of the tokenizer (default: the one used in training)",
     )
     parser.add_argument(
         "--dtype",

@@ -37,18 +37,18 @@ def build_shape(schedule: LRScheduler, custom: Custom) -> Shape:
 def _decay(step: int, schedule: LRScheduler) -> float:
     """Stable phase, then decay.
 
-    The decay reaches 0 one step after the last, so every step trains. With `t` the decayed
-    fraction: linear `1 - t`, sqrt `1 - sqrt(t)` (Hägele et al., arXiv:2405.18392), cosine `(1 +
+    With `t` the fraction of the decay's steps before this one, as in TorchTitan 0.2, so every step
+    trains: linear `1 - t`, sqrt `1 - sqrt(t)` (Hägele et al., arXiv:2405.18392), cosine `(1 +
     cos(pi t)) / 2`.
     """
     total = schedule.total_steps or 1
     decay = total - schedule.warmup_steps
     if schedule.decay_ratio is not None:
         decay = round(total * schedule.decay_ratio)
-    decay_step = step + 1 - (total - decay)
+    decay_step = step - (total - decay)
     if decay <= 0 or decay_step <= 0:
         return 1.0
-    t = min(decay_step / (decay + 1), 1.0) if step < total else 1.0
+    t = min(decay_step / decay, 1.0)
     if schedule.decay_type == "sqrt":
         return 1 - math.sqrt(t)
     if schedule.decay_type == "cosine":

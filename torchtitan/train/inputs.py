@@ -165,7 +165,7 @@ def _chat_problems(config: Config, tokenizer: Tokenizer, args: Any) -> Iterator[
 def _token_file_problems(config: Config, tokenizer: Tokenizer) -> Iterator[str]:
     """Reasons why local files of ids can't be read. Only a folder's first files are checked."""
     for name, section in _data_sections(config).items():
-        path = Path(section.dataset_path or "").expanduser()
+        path = Path(section.dataset_path or "")
         if not section.dataset_path or data_sources.find(section.dataset):
             continue
         candidates = [path.with_suffix(".bin")] if path.suffix in (".bin", ".idx") else []

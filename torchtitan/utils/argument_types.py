@@ -2,15 +2,42 @@
 
 import argparse
 import re
+from pathlib import Path
+from typing import Any
 
+from torchtitan.utils.errors import EMPTY
+from torchtitan.utils.storage import expand_path
 from torchtitan.utils.wording import cut
+
+
+class _Parser(argparse.ArgumentParser):
+    """Arguments without a type are text that isn't empty, paths are as in the configuration."""
+
+    def __init__(self, **settings: Any):
+        super().__init__(**settings)
+        self.register("type", None, _text)
+        self.register("type", Path, lambda text: Path(path_or_url(text)))
+
+
+def _text(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError(EMPTY)
+    return text
+
+
+def path_or_url(text: str) -> str:
+    """Argument type of a path or URL, with `~` and variables as in the configuration."""
+    try:
+        return expand_path(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def command_parser(
     name: str, description: str | None, *, usage: str | None = None, epilog: str | None = None
 ) -> argparse.ArgumentParser:
     """The parser of `torchtitan NAME`, which prints the lines of the description unchanged."""
-    return argparse.ArgumentParser(
+    return _Parser(
         prog=f"torchtitan {name}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -26,6 +53,24 @@ def count(text: str, *, fewest: int = 1, most: int = 10**9) -> int:
             f"{cut(text, 40)}: must be {fewest} or more, and at most {most:,}"
         )
     return int(text)
+
+
+def number(text: str, *, most: float = 10**18, zero: bool = False) -> float:
+    """Argument type of a number above 0 and at most `most`.
+
+    Args:
+        zero: accept 0 too.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value <= most and not (zero and value == 0):
+        low = "of 0 or more" if zero else "above 0"
+        raise argparse.ArgumentTypeError(
+            f"{cut(text, 40)}: must be a number {low}, at most {most:g}"
+        )
+    return value
 
 
 def share(text: str) -> float:

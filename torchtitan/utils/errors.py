@@ -13,6 +13,7 @@ from torchtitan.utils.limits import PROBLEM_CHARACTERS
 from torchtitan.utils.wording import cut
 
 DEBUG_ENV = "TORCHTITAN_DEBUG"
+EMPTY = "must not be empty; is a variable of the shell unset?"
 
 
 class UserError(Exception):

@@ -2,14 +2,17 @@
 
 import importlib
 import importlib.util
+import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from torchtitan.utils.errors import ConfigError
+from torchtitan.utils.errors import EMPTY, ConfigError
 from torchtitan.utils.logging import logger
 from torchtitan.utils.retry import retry
+from torchtitan.utils.wording import brief
 
 Result = TypeVar("Result")
 
@@ -41,6 +44,35 @@ _LASTING = (
 """Errors that another attempt can't fix."""
 
 
+_VARIABLE = re.compile(r"\$(\{[^}]*\}|\([^)]*\)|[A-Za-z_]\w*)")
+
+
+def expand_path(path: str) -> str:
+    """A path as it was typed, with `~`, `$NAME` and `${NAME}` replaced. An absolute path with a `$`
+    stays as it is if it exists.
+
+    Raises:
+        ValueError: the path is empty, or there is no such user or variable.
+    """
+    if not path:
+        raise ValueError(EMPTY)
+
+    def value(match: re.Match[str]) -> str:
+        name = match[1].strip("{}")
+        folder = path[: match.end()] + path[match.end() :].partition("/")[0]
+        if not os.environ.get(name) and not (os.path.isabs(folder) and os.path.exists(folder)):
+            raise ValueError(f"got {brief(path)}, but no environment variable {name!r} is set")
+        return os.environ.get(name) or match[0]
+
+    full_path = os.path.expanduser(_VARIABLE.sub(value, path))
+    if full_path.startswith("~") and "/" in full_path:
+        raise ValueError(
+            f"got {brief(path)}, but there is no user {path.partition('/')[0][1:]!r}; "
+            "write ./~ for a ~"
+        )
+    return full_path
+
+
 def is_url(name: str) -> bool:
     """Whether `name` is a URL of remote storage."""
     return "://" in name and not name.startswith("file://")
@@ -66,9 +98,14 @@ def path_argument(name: str, option: str = "") -> Path:
         option: the option's name, for the error.
 
     Raises:
-        ConfigError: a URL that can't be used on this machine.
+        ConfigError: a URL that can't be used on this machine, or as `expand_path`.
     """
-    if problem := storage_problem(name):
+    try:
+        name = expand_path(name)
+        problem = storage_problem(name)
+    except ValueError as error:
+        problem = str(error)
+    if problem:
         raise ConfigError([f"{option}: {problem}" if option else problem])
     return storage_path(name)
 

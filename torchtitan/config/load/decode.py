@@ -26,7 +26,6 @@ from torchtitan.config.load.keys import FIELDS, Setting, message_start, prefixes
 from torchtitan.config.load.messages import explain_errors
 from torchtitan.config.load.toml_file import read_toml
 from torchtitan.config.sections.schema import Config
-from torchtitan.utils.assets import find_config
 from torchtitan.utils.errors import ConfigError
 
 
@@ -51,7 +50,7 @@ def load_config(argv: list[str]) -> LoadedConfig:
     settings: dict[str, Setting] = {}
     flags = rename_old_keys(dict(config_flags(argv, problems)), problems, warnings)
     if file := flags.get("job.config_file"):
-        settings |= read_toml(find_config(str(file.value)), "--job.config_file", problems, warnings)
+        settings |= read_toml(str(file.value), "--job.config_file", problems, warnings)
     settings |= flags
     convert_microbatch_count(settings, problems, warnings)
     convert_attention_flavor(settings, warnings)

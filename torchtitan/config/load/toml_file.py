@@ -28,16 +28,17 @@ _TABLES = {
 
 
 def read_toml(
-    path: Path, origin: str, problems: list[str], warnings: list[str]
+    name: str, origin: str, problems: list[str], warnings: list[str]
 ) -> dict[str, Setting]:
     """The settings of a TOML file, merged over the files it extends.
 
     Args:
-        origin: where `path` was given, for the message if it can't be read.
+        name: a path, or the name of a shipped configuration.
+        origin: where `name` was given, for the message if it can't be read.
         problems: receives the mistakes.
         warnings: receives a line for each old spelling.
     """
-    return _Files(problems, warnings).settings(path, origin)
+    return _Files(problems, warnings).settings(name, Path(), origin)
 
 
 class _Files:
@@ -49,13 +50,21 @@ class _Files:
         self._by_file: dict[str, dict[str, Setting]] = {}
         self._remaining_bytes = TOML_BYTES
 
-    def settings(self, path: Path, origin: str, above: tuple[str, ...] = ()) -> dict[str, Setting]:
+    def settings(
+        self, name: str, folder: Path, origin: str, above: tuple[str, ...] = ()
+    ) -> dict[str, Setting]:
         """Read files like `read_toml`.
 
         Args:
+            folder: `name` is relative to it.
             above: the real paths of the files that extend this one.
         """
-        if problem := path_problem(str(path)):
+        try:
+            path = find_config(name, folder)
+            problem = path_problem(str(path))
+        except ValueError as error:
+            problem = str(error)
+        if problem:
             self.problems.append(f"{origin}: {problem}")
             return {}
         real = os.path.realpath(path)
@@ -91,7 +100,7 @@ class _Files:
             bases = []
         base_settings: dict[str, Setting] = {}
         for base in bases:
-            base_settings |= self.settings(find_config(base, path.parent), at, above)
+            base_settings |= self.settings(base, path.parent, at, above)
         file_settings = {key: Setting(value, locate(key)) for key, value in flatten(tables)}
         return base_settings | rename_old_keys(file_settings, self.problems, self.warnings)
 
@@ -151,7 +160,7 @@ def size_problem(tables: dict[str, Any]) -> str | None:
                 if len(key) > KEY_LENGTH:
                     return f"the key {brief(key)} has more than {KEY_LENGTH} characters"
             for value in table.values() if isinstance(table, dict) else table:
-                if isinstance(value, int) and value.bit_length() > 63:
+                if isinstance(value, int) and not -(2**63) <= value < 2**63:
                     return "an integer is too large for 64 bits"
                 if isinstance(value, dict | list):
                     next_level.append(value)

@@ -48,9 +48,7 @@ def validation_sees_data(config: Config, facts: Facts) -> Iterator[str]:
     if not v.enable:
         return
     advice = "0 batches give no loss; set -1 for the whole data set"
-    if v.steps == 0 and any(
-        val_set.steps is None for val_set in v.sets or [ValidationSet(name="")]
-    ):
+    if v.steps == 0 and (not v.sets or any(val_set.steps is None for val_set in v.sets)):
         yield f"validation.steps: {advice}, or validation.enable = false"
     for val_set in v.sets:
         if val_set.steps == 0:
@@ -66,7 +64,7 @@ def validation_sees_data(config: Config, facts: Facts) -> Iterator[str]:
 def validation_sets_are_distinct(config: Config, facts: Facts) -> Iterator[str]:
     v = config.validation
     names = [val_set.name for val_set in v.sets]
-    for name in {name for name in names if not name or names.count(name) > 1}:
+    for name in {name for name in names if names.count(name) > 1}:
         yield (
             f"validation.sets: {brief(name)} names {names.count(name)} sets; give each a name of "
             "its own"

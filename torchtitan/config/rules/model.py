@@ -83,13 +83,20 @@ def clipping_sees_documents(config: Config, facts: Facts) -> str | None:
 def patterns_match(config: Config, facts: Facts) -> Iterator[str]:
     """A pattern that matches nothing is a typo; the parameters meant would train like the rest."""
     names = facts.parameters
+    groups = config.optimizer.param_groups
     kinds = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names)
-    for group in config.optimizer.param_groups:
+    for group in groups:
         if not fnmatch.filter(names, group.pattern):
             hint = did_you_mean(group.pattern, kinds, cutoff=0.3)
             yield (
                 f"optimizer.param_groups: pattern {brief(group.pattern)} matches no parameter{hint}"
             )
+    scales = (
+        next((g.lr_scale for g in groups if fnmatch.fnmatchcase(name, g.pattern)), 1.0)
+        for name in names
+    )
+    if groups and not any(scales):
+        yield "optimizer.param_groups: lr_scale 0 for every parameter trains nothing; raise one"
 
 
 @rule("model.converters", "quantize.grouped_mm", needs=["expert_sizes", "parameters"])

@@ -77,6 +77,21 @@ def schedule_keys_agree(config: Config, facts: Facts) -> Iterator[str]:
             )
 
 
+@rule("lr_scheduler.total_steps", "training.steps")
+def every_step_trains(config: Config, facts: Facts) -> str | None:
+    """Built-in schedules stay at their floor behind their end."""
+    s = config.lr_scheduler
+    total, steps = s.total_steps or 0, config.training.steps
+    ratio = 1 - s.warmup_steps / total if s.decay_ratio is None else s.decay_ratio
+    is_built_in = s.name in (None, "wsd", *SHAPES)
+    if total >= steps or not is_built_in or s.min_lr_factor or not round(total * ratio):
+        return None
+    return (
+        f"lr_scheduler.total_steps: the learning rate is 0 after step {total} of training.steps "
+        f"{steps}; set it to {steps}, or lr_scheduler.min_lr_factor above 0"
+    )
+
+
 @rule("profiling.profile_freq")
 def profile_fits_its_period(config: Config, facts: Facts) -> Iterator[str]:
     p = config.profiling

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from torchtitan.config.types import (
-    Factor,
     Few,
     FewOrZero,
     LocalPath,
@@ -78,7 +77,7 @@ class DataStage(Section):
     """The first step of the stage, counted from 1."""
     weights: dict[Name, Annotated[float, Field(ge=0, le=10**9)]] = {}
     """New weights of sources, by name. Other sources keep theirs."""
-    lr_scale: Factor | None = None
+    lr_scale: Annotated[float, Field(gt=0, le=10**18)] | None = None
     """Multiply the schedule's learning rate by this. Default: as in the stage before, at first 1.
     """
     seq_len: SeqLen | None = None

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from torchtitan.config.types import InDumpFolder, LocalPath, Name, Section, Steps
+from torchtitan.config.types import InDumpFolder, LocalPathOrEmpty, Name, Section, Steps
 
 
 class Prometheus(Section):
@@ -18,7 +18,7 @@ class Prometheus(Section):
     """Listen on this address. The default is reachable only from this machine; `0.0.0.0` is
     reachable from any, without a password.
     """
-    textfile: LocalPath = ""
+    textfile: LocalPathOrEmpty = ""
     """Also write the values to this file, for the textfile collector of `node_exporter`. Its name
     must end in `.prom`.
     """

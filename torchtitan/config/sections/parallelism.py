@@ -10,7 +10,7 @@ from torchtitan.config.types import (
     Layers,
     LayersOrAll,
     LayersOrZero,
-    LocalPath,
+    LocalPathOrEmpty,
     Name,
     Rows,
     Section,
@@ -85,7 +85,7 @@ class Parallelism(Section):
     DualPipeV two, the others two or more. The last two stand for a schedule from
     `pipeline_parallel_schedule_csv`.
     """
-    pipeline_parallel_schedule_csv: LocalPath | None = ""
+    pipeline_parallel_schedule_csv: LocalPathOrEmpty | None = ""
     """Read the schedule from this file instead: one row per rank, with entries such as `0F3`
     (stage; F, B, I or W; microbatch).
     """

@@ -7,7 +7,7 @@ reported in milliseconds.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from torchtitan.config.registry import Custom
 from torchtitan.config.sections.evals import Eval, Sampling
@@ -23,12 +23,14 @@ from torchtitan.config.types import (
     InDumpFolder,
     LocalPath,
     Name,
+    NameOrEmpty,
     Seconds,
     Section,
     Steps,
     StepsOrDefault,
     StepsOrZero,
     Text,
+    not_empty,
 )
 
 
@@ -39,7 +41,7 @@ class Job(Section):
     """Read this TOML file. `--config` is a shorter spelling."""
     dump_folder: LocalPath = "./outputs"
     """Write everything here: checkpoints, metrics, traces, the effective configuration."""
-    description: Text = "default job"
+    description: Annotated[Text, AfterValidator(not_empty)] = "default job"
     """Describe the run in one line, for the log and W&B."""
     print_config: bool = False
     """Print the effective configuration as TOML before training."""
@@ -101,7 +103,7 @@ class Model(Section):
     """A tokenizer that `experimental.custom_import` registers; it gets `hf_assets_path`. Default:
     the one in that folder.
     """
-    end_of_document: str | None = None
+    end_of_document: Annotated[str, AfterValidator(not_empty)] | None = None
     """The token that ends documents, such as `<|endoftext|>` in a folder of an instruct model whose
     `eos_token` ends a turn. Default: the `eos_token` of the folder.
     """
@@ -283,7 +285,7 @@ class Debug(Section):
 class Experimental(Section):
     """Extension points."""
 
-    custom_import: Name = ""
+    custom_import: NameOrEmpty = ""
     """Import this Python module first. It can register models, optimizers, schedules, losses, data
     sources, tokenizers, metric sinks and callbacks, which the configuration then chooses by name.
     """

@@ -123,7 +123,7 @@ def base_folder(path: str | Sequence[str]) -> str:
     """The folder that the names of the files of `path` are relative to."""
     folders = []
     for name in [path] if isinstance(path, str) else path:
-        folders.append(fixed_folder(os.path.abspath(os.path.expanduser(name))))
+        folders.append(fixed_folder(os.path.abspath(name)))
     return os.path.commonpath(folders)
 
 

@@ -176,19 +176,18 @@ def scan(path: str, key: str) -> Scan:
         UserError: too many files would have to be searched.
     """
     loops: list[str] = []
-    expanded = os.path.expanduser(path)
-    matches = matching_files(expanded, SEARCHED_FILES, loops)
+    matches = matching_files(path, SEARCHED_FILES, loops)
     try:
         names, aliases = without_aliases(matches)
     except TooManyFilesError as error:
         raise UserError(f"{key}: {error}; name a folder closer to the files") from None
     files = sorted(map(Path, names))
     links = sorted({*loops, *aliases})
-    ending = "" if os.path.isdir(expanded) else _ending(expanded)
+    ending = "" if os.path.isdir(path) else _ending(path)
     by_name = ending != "" and not glob.has_magic(ending)
-    if os.path.isfile(expanded):
+    if os.path.isfile(path):
         return Scan(path, _with_roles(files, files, by_name), links, {})
-    folders = OutputFolders(Path(fixed_folder(expanded)))
+    folders = OutputFolders(Path(fixed_folder(path)))
     entries = _with_roles(files, folders.without(files), by_name)
     return Scan(path, entries, links, folders.outputs)
 
@@ -336,8 +335,7 @@ def find_token_files(path: str, key: str) -> list[Path]:
     Returns:
         An empty list if `path` names documents or doesn't exist.
     """
-    folder = os.path.expanduser(path)
-    is_folder = os.path.isdir(folder)
+    is_folder = os.path.isdir(path)
     if not is_folder and path.endswith(".idx"):
         path = path.removesuffix(".idx") + ".bin"
     if not is_folder and not path.endswith(".bin"):
@@ -350,7 +348,7 @@ def find_token_files(path: str, key: str) -> list[Path]:
             raise result.no_data_error(key)
         return sorted(tokens)
     files = {file for file, _ in result.entries}
-    if Path(folder) not in {file.parent for file in tokens}:  # below it may lie other binary files
+    if Path(path) not in {file.parent for file in tokens}:  # below it may lie other binary files
         tokens = {
             file for file in tokens if {file.with_suffix(".json"), file.with_suffix(".idx")} & files
         }
@@ -402,11 +400,10 @@ def find_text_files(
     for name in paths:
         result = scan(name, key)
         files = result.files("documents", "tokens", "description", "foreign")
-        expanded = os.path.expanduser(name)
-        is_file = os.path.isfile(expanded)
+        is_file = os.path.isfile(name)
         if not is_file and any(f.suffix == ".arrow" or f.name == SPLITS_FILE for f in files):
             with data_errors(key):
-                files = without_leftovers(files, os.path.isdir(expanded), key)
+                files = without_leftovers(files, os.path.isdir(name), key)
         result.log(key)
         ignored.outputs |= result.outputs
         if not files:
@@ -439,7 +436,7 @@ _FORMATS_READ = (
 
 def path_problem(path: str) -> str | None:
     """A problem that the name or the descriptions of a file or folder show; None without one."""
-    target = Path(path).expanduser()
+    target = Path(path)
     if not target.is_dir():
         is_readable = format_of(target) or target.suffix in (".bin", ".idx")
         return None if is_readable else _unknown(path)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torchtitan.data.read.files import find_text_files, find_token_files
 from torchtitan.utils.errors import ConfigError, UserError, did_you_mean
+from torchtitan.utils.storage import path_argument
 
 _BUILT_IN = {
     "demo": ("demo_validation", "the text of Python's standard library"),
@@ -48,7 +49,7 @@ def find_data(text: str) -> DataChoice:
         held_out, kind = _BUILT_IN[text]
         corpus = text if text == "demo" else None
         return DataChoice(text, held_out=held_out, kind=kind, corpus=corpus, size=0)
-    path = os.path.expanduser(text)
+    path = str(path_argument(text, "--data"))
     if os.path.isabs(path) and not _is_pattern(path) and not os.path.exists(path):
         corpus = None if path.endswith((".bin", ".idx")) else path
         return DataChoice(

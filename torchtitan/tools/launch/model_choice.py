@@ -12,6 +12,7 @@ from torchtitan.models import ModelSpec, all_families, get_spec, hf_map, spec_of
 from torchtitan.tools.planner.predict import derived_workload
 from torchtitan.utils.errors import ConfigError, UserError, did_you_mean
 from torchtitan.utils.formats import read_json_object
+from torchtitan.utils.storage import path_argument
 
 DEBUG = "debugmodel"
 """The flavor of each family that trains on a CPU, with the shipped tokenizer."""
@@ -98,7 +99,7 @@ def find_model(text: str) -> ModelChoice:
     Raises:
         UserError: there is no such model, or no family can represent it.
     """
-    folder = Path(text).expanduser()
+    folder = path_argument(text, "MODEL")
     if folder.is_dir():
         return hugging_face_model(folder, "MODEL: ")
     family, _, flavor = text.partition("/")

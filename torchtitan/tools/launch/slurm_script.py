@@ -13,7 +13,7 @@ from torchtitan.config import Config
 from torchtitan.config.derive import axis_degrees
 from torchtitan.config.load.command_line import config_flags
 from torchtitan.utils.assets import ASSETS, CHECKOUT, PACKAGE, find_config
-from torchtitan.utils.errors import ConfigError
+from torchtitan.utils.errors import EMPTY, ConfigError
 from torchtitan.utils.files import read_regular, text_of
 from torchtitan.utils.limits import RUNS_FILE_BYTES
 from torchtitan.utils.storage import is_url
@@ -25,6 +25,8 @@ MARK = "# -- `torchtitan submit` writes here\n"
 
 def single_line(text: str) -> str:
     """Argument type of text without newlines, which would end its line of the script."""
+    if not text:
+        raise argparse.ArgumentTypeError(EMPTY)
     if not text.isprintable():
         raise argparse.ArgumentTypeError(f"{text!r} has a newline or another unprintable character")
     return text
@@ -48,7 +50,7 @@ def check_words(config: str, overrides: Sequence[str]) -> None:
     """
     problems = []
     flag = "the configuration's file"
-    for word in [config, *overrides]:
+    for word in filter(None, [config, *overrides]):
         if word.startswith("--"):
             flag = word.partition("=")[0]
         try:

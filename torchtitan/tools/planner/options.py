@@ -2,12 +2,12 @@
 
 import argparse
 from collections.abc import Iterator
-from functools import partial
+from pathlib import Path
 
 from torchtitan.config.load.command_line import parse_args
 from torchtitan.tools.planner.axes import AXES
 from torchtitan.tools.planner.hardware import load_hardware
-from torchtitan.utils.argument_types import command_parser, count
+from torchtitan.utils.argument_types import command_parser, count, number, path_or_url
 from torchtitan.utils.assets import shipped_configs
 
 
@@ -22,6 +22,7 @@ def options_of(description: str | None) -> argparse.ArgumentParser:
     )
     add(
         "--hardware",
+        type=path_or_url,
         metavar="NAME",
         help=f"one of {', '.join(load_hardware())}, or a TOML file; required",
     )
@@ -35,26 +36,23 @@ def _add_budget(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--tokens",
-        type=partial(_positive, kind="a number of tokens, for example 15e12"),
+        type=number,
         metavar="N",
         help="tokens to train on, for example 15e12 (default: those of training.steps)",
     )
     add(
         "--days",
-        type=_positive,
+        type=number,
         metavar="D",
         help="without --world: plan the fewest GPUs that train so many tokens in D days (default: "
         "the fewest that the model fits on)",
     )
     add(
-        "--money",
-        type=_positive,
-        metavar="PRICE",
-        help="price of a GPU-hour: add the cost of the run",
+        "--money", type=number, metavar="PRICE", help="price of a GPU-hour: add the cost of the run"
     )
     add(
         "--mtbf",
-        type=_positive,
+        type=number,
         metavar="HOURS",
         help="mean time between failures of a GPU: add goodput and the best interval between "
         "checkpoints. Llama 3's "
@@ -63,13 +61,13 @@ def _add_budget(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--storage",
-        type=_positive,
+        type=number,
         metavar="GB/S",
         help="rate at which all ranks together write checkpoints",
     )
     add(
         "--restart",
-        type=_positive,
+        type=number,
         default=10.0,
         metavar="MINUTES",
         help="to restart after a failure (default: 10)",
@@ -103,21 +101,32 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--write",
+        type=path_or_url,
         metavar="FILE",
         help="write the planned configuration as a TOML file, ready to train",
     )
-    add("--json", metavar="FILE", help="write the plan as JSON; - prints it, and nothing else")
     add(
-        "--html", metavar="FILE", help="write a page with charts, and its figures as JSON beside it"
+        "--json",
+        type=path_or_url,
+        metavar="FILE",
+        help="write the plan as JSON; - prints it, and nothing else",
     )
-    add("--schedule-svg", metavar="FILE", help="draw the pipeline's schedule")
+    add(
+        "--html",
+        type=path_or_url,
+        metavar="FILE",
+        help="write a page with charts, and its figures as JSON beside it",
+    )
+    add("--schedule-svg", type=path_or_url, metavar="FILE", help="draw the pipeline's schedule")
     add(
         "--from-run",
+        type=Path,
         metavar="DIR",
         help="print the plan of the run in this dump folder beside its measurements",
     )
     add(
         "--output",
+        type=path_or_url,
         metavar="FILE",
         help="with --from-run: write a hardware file that is fitted to the run, for --hardware",
     )
@@ -171,12 +180,3 @@ def _axes(text: str) -> tuple[str, ...]:
     if unknown := [name for name in names if name not in AXES]:
         raise argparse.ArgumentTypeError(f"no axis {unknown[0]!r} (there is {', '.join(AXES)})")
     return names
-
-
-def _positive(text: str, kind: str = "a positive number") -> float:
-    try:
-        if 0 < (number := float(text)) < float("inf"):
-            return number
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"{text!r} is not {kind}")

@@ -5,7 +5,6 @@ import itertools
 import math
 from collections.abc import Iterator
 from glob import glob
-from pathlib import Path
 
 from torchtitan.config import Resolved, complete, load_config
 from torchtitan.config.derive import replace, stages_of
@@ -187,7 +186,7 @@ def without_missing_files(config: Config) -> tuple[Config, list[str]]:
     defaults = Config()
     for key in _FILES:
         path, default = read(config, key), read(defaults, key)
-        if path and path != default and not glob(str(Path(path).expanduser()), recursive=True):
+        if path and path != default and not glob(path, recursive=True):
             config = replace(config, key, default)
             notes.append(
                 f"{key} {path!r} is not on this machine; the plan doesn't need it, the run will"
