@@ -133,15 +133,25 @@ def check_tensors(state: State, reader: Reader) -> None:
     """
     Raises:
         CheckpointError: a tensor of `state` is missing or has another shape, so the checkpoint is
-        of another model.
+        of another model or optimizer.
     """
     if wrong := differences(state, reader):
         more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
+        kind = "optimizer" if all(name.startswith("optimizer.") for name in wrong) else "model"
+        keys, other = {
+            "model": (
+                "model.name, model.flavor and [model.overrides]",
+                "choose another checkpoint.folder",
+            ),
+            "optimizer": (
+                "optimizer.name",
+                'start with a new one by checkpoint.exclude_from_loading = ["optimizer"]',
+            ),
+        }[kind]
         raise CheckpointError(
-            f"{reader.path} holds another model than this configuration builds: "
+            f"{reader.path} holds another {kind} than this configuration builds: "
             f"{'; '.join(wrong[:3])}{more}.\n"
-            "Set model.name, model.flavor and [model.overrides] to the values in its "
-            "manifest.json, or choose another checkpoint.folder."
+            f"Set {keys} to the values in its manifest.json, or {other}."
         )
 
 

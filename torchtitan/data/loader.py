@@ -27,7 +27,14 @@ from torchtitan.data.order.rows import (
 from torchtitan.data.read.contents import FileLists
 from torchtitan.data.read.positions import DataFingerprint, DataPosition, DataState, SourcePosition
 from torchtitan.data.reader import ReadAhead, StepReader, StepRows, Workers
-from torchtitan.data.sources import DataSpec, DocumentSource, TokenSource, open_source
+from torchtitan.data.sources import (
+    USEFUL_EPOCHS,
+    DataSpec,
+    DocumentSource,
+    TokenSource,
+    open_source,
+    show_epochs,
+)
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.logging import logger
 from torchtitan.utils.wording import listed, plural
@@ -185,7 +192,7 @@ class StepLoader:
     def check_enough(
         self, steps: int, *, step: int | None = None, position: DataPosition | None = None
     ) -> None:
-        """Warn of sources that end before `steps`.
+        """Warn of sources that end before `steps`, or are read often until then.
 
         Args:
             step: steps trained so far: after the guard's rewinds, fewer than were read. Default:
@@ -212,12 +219,26 @@ class StepLoader:
                     f"source reaches max_epochs); set training.steps = {enough}, or raise "
                     "max_epochs"
                 )
+        self._announce_epochs(steps)
         ends = exhaustion_steps(plans, remaining_tokens, range(first, steps + rewound - 1))
         for name, read in ends.items():
             logger.warning(
                 f"{self.spec.section}.sources: {name} reaches max_epochs in step "
                 f"{read + 1 - rewound:,} of {steps:,}; from then on the others share its weight"
             )
+
+    def _announce_epochs(self, steps: int) -> None:
+        """Log how often the only source is read, if that is more than once."""
+        plans = self.spec.plans
+        ends = [*(plan.first for plan in plans[1:]), steps]
+        planned = sum(
+            max(0, min(end, steps) - plan.first) * plan.tokens
+            for plan, end in zip(plans, ends, strict=True)
+        )
+        sizes = [source.tokens() for source in self.sources.values()]
+        if len(sizes) == 1 and sizes[0] and planned > sizes[0]:
+            log = logger.warning if planned > USEFUL_EPOCHS * sizes[0] else logger.info
+            log(f"{self.spec.section}.steps: {show_epochs(planned, sizes[0])}")
 
     def _announce_changes(self, before: set[str]) -> None:
         now = set(self.sources)

@@ -42,6 +42,20 @@ from torchtitan.data.tokens.token_files import TokenFiles, TokenReader
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.wording import plural, show_size, show_tokens
 
+USEFUL_EPOCHS = 4
+_SAMPLE_CHARACTERS = 100_000
+"""Length of the text from which tokens per byte are measured."""
+
+
+def show_epochs(planned: float, tokens: float) -> str:
+    """How often a training of `planned` tokens reads a text of `tokens` tokens."""
+    epochs = planned / tokens
+    digits = 1 if epochs < 10 else 0
+    text = f"{show_tokens(planned)} tokens read the text about {epochs:,.{digits}f} times"
+    if epochs > USEFUL_EPOCHS:
+        text += f"; beyond {USEFUL_EPOCHS}, repeated text teaches less and less (arXiv:2305.16264)"
+    return text
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataSpec:
@@ -189,6 +203,10 @@ class OpenSource(ABC):
             position: the reader is for this position, with its lanes or windows, and will seek it.
         """
 
+    def tokens(self) -> int | None:
+        """Tokens of an epoch, about; None if unknown."""
+        return None
+
     def remaining_tokens(self, position: SourcePosition | None) -> int | None:
         """Tokens from a position, or the beginning, to the end; None without an end, or if its
         length is unknown.
@@ -315,8 +333,10 @@ class TokenSource(OpenSource):
         self.side = max(spec.batch_sizes)
 
     def in_words(self) -> str:
-        tokens = sum(count for *_, count in self.files.files)
-        return f"{plural(len(self.files.files), 'token file')}, {show_tokens(tokens)} tokens"
+        return f"{plural(len(self.files.files), 'token file')}, {show_tokens(self.tokens())} tokens"
+
+    def tokens(self) -> int:
+        return sum(count for *_, count in self.files.files)
 
     def reader(self, share: Share, position: SourcePosition | None = None) -> SourceReader:
         files = self._files(position)
@@ -396,6 +416,14 @@ class DocumentSource(_LaneSource):
         size = self.documents.text_bytes
         text = "" if size is None else f", {show_size(size)}"
         return plural(len(self.documents), "document") + text
+
+    def tokens(self) -> int | None:
+        """By the bytes per token of the first document."""
+        size = self.documents.text_bytes
+        if self.chat is not None or not size:
+            return None
+        text = self.retry("document 1", lambda: self.documents[0])[:_SAMPLE_CHARACTERS]
+        return size * len(self.spec.tokenizer.encode(text)) // max(1, len(text.encode()))
 
     def cursor(self, lane: int, lanes: int) -> Cursor:
         seed = self.spec.seed if self.spec.infinite else None

@@ -3,7 +3,7 @@
 Dividing sums by the global token count makes the loss exact under every layout.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -278,15 +278,9 @@ class SourceTally:
         membership = sources[:, None] == self._index
         self._sums += values @ membership.double()
 
-    def take(self, mesh: Mesh, epochs: Sequence[float]) -> list[list[float]]:
-        """Loss, tokens, bytes and epochs of each source, over all ranks; restarts from zero.
-
-        Args:
-            epochs: how often this rank has read each source. The mean over ranks is returned.
-        """
-        ranks = mesh.loss_group
-        means = torch.tensor(epochs, dtype=torch.float64, device=self._sums.device) / ranks.size()
-        sums = all_reduce(torch.cat([self._sums, means[None]]), ranks)
+    def take(self, mesh: Mesh) -> list[list[float]]:
+        """Loss, tokens and bytes of each source, over all ranks; restarts from zero."""
+        sums = all_reduce(self._sums, mesh.loss_group)
         self.clear()
         return sums.T.tolist()
 

@@ -277,7 +277,7 @@ class MetricsReporter:
 def describe_sources(
     names: Sequence[str], sums: Sequence[Sequence[float]], tokens: Sequence[int]
 ) -> dict[str, float | None]:
-    """Entries `loss/<name>`, `tokens/<name>`, `epochs/<name>` and `bytes_per_token/<name>`.
+    """Entries `loss/<name>`, `tokens/<name>` and `bytes_per_token/<name>`.
 
     Args:
         sums: the result of `SourceTally.take`. A source without rows since the last record has no
@@ -285,10 +285,9 @@ def describe_sources(
         tokens: tokens that the whole run has read from each source.
     """
     record: dict[str, float | None] = {}
-    for name, (loss, count, size, epochs), total in zip(names, sums, tokens, strict=True):
+    for name, (loss, count, size), total in zip(names, sums, tokens, strict=True):
         record[f"loss/{name}"] = loss / count if count else None
         record[f"tokens/{name}"] = total
-        record[f"epochs/{name}"] = epochs
         record[f"bytes_per_token/{name}"] = size / count if count else None
     return record
 

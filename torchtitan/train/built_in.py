@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 
 from torchtitan.checkpoint import Checkpointer
@@ -15,6 +16,7 @@ from torchtitan.health.hang_watch import Watch
 from torchtitan.health.replicas import check_replicas
 from torchtitan.health.stragglers import Stragglers
 from torchtitan.inference.tasks import Tasks
+from torchtitan.parallel.collectives import all_reduce
 from torchtitan.parallel.groups import set_timeout
 from torchtitan.telemetry.metrics import MetricsReporter, describe_sources
 from torchtitan.telemetry.profiler import Profiler
@@ -226,16 +228,17 @@ class Report(Callback):
 
     def _sources(self, run: Run) -> Record:
         """The metrics of each data source since the last record."""
-        training = run.config.training
-        tally = self.engine.compute.tally
-        if tally is None:
-            return {}
-        assert run.progress.data is not None
-        positions = run.progress.data.sources
-        sums = tally.take(run.mesh, run.progress.epochs)
-        names = [source.name for source in training.sources]
-        tokens = [positions[name].tokens or 0 for name in names]
-        return describe_sources(names, sums, tokens)
+        names = list(self.engine.loader.sources)
+        ranks = run.mesh.loss_group
+        epochs = torch.tensor(run.progress.epochs, dtype=torch.float64, device=run.device)
+        means = all_reduce(epochs / ranks.size(), ranks).tolist()
+        record: Record = {f"epochs/{name}": mean for name, mean in zip(names, means, strict=True)}
+        if (tally := self.engine.compute.tally) is not None:
+            assert run.progress.data is not None
+            positions = run.progress.data.sources
+            tokens = [positions[name].tokens or 0 for name in names]
+            record |= describe_sources(names, tally.take(run.mesh), tokens)
+        return record
 
     def on_rewind(self, run: Run, step: int) -> None:
         self.metrics.rewind(step)

@@ -10,6 +10,7 @@ from torchtitan.config import complete, load_config
 from torchtitan.config.derive import layout_name
 from torchtitan.config.load.render import to_toml
 from torchtitan.config.load.toml_file import HERE
+from torchtitan.data.sources import show_epochs
 from torchtitan.tools.launch.preparation import has_held_out, preparation_commands
 from torchtitan.tools.launch.recipe import as_flags, draft_settings, final_settings, steps_of
 from torchtitan.tools.launch.request import Choice, Choices, Request
@@ -24,6 +25,8 @@ from torchtitan.utils.wording import show_duration, show_rate, show_tokens
 
 CONFIG = "train.toml"
 HARDWARE = "hardware.toml"
+_BYTES_PER_TOKEN = 4
+"""Assumed of text that nothing has read yet."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,9 @@ def make_project(request: Request, plan: Plan, command: str, per_node: int) -> P
     notes = _validate_text(text, request, inside)
     if request.corpus and not has_held_out(request):
         notes.append("too few documents to hold some out; nothing is validated")
+    tokens = steps_of(plan, request) * plan.workload.tokens_per_step
+    if request.data.size and tokens > (estimate := request.data.size / _BYTES_PER_TOKEN):
+        notes.append(show_epochs(tokens, estimate))
     key = "training.mixed_precision_param"
     if request.on_cpu:  # bfloat16 is the default, which the file leaves out
         notes.append(f"{key} is {settings[key].value}: {settings[key].why}")
