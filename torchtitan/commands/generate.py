@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from torchtitan.inference.options import add_model_options, report_once
 from torchtitan.utils.argument_types import command_parser, count, number
-from torchtitan.utils.errors import ConfigError
+from torchtitan.utils.errors import ConfigError, reason
 from torchtitan.utils.files import text_of
 from torchtitan.utils.process import rank_and_world
 from torchtitan.utils.wording import show_rate
@@ -118,7 +118,7 @@ def _prompts(options: argparse.Namespace) -> list[str]:
             lines = text_of(options.prompts_file.read_bytes()).split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
-                [f"--prompts-file: can't read {options.prompts_file}: {error}"]
+                [f"--prompts-file: can't read {options.prompts_file}: {reason(error)}"]
             ) from None
         prompts += [line.rstrip("\r") for line in lines if line.strip()]
         if not prompts:

@@ -38,7 +38,7 @@ from torchtitan.data.tokens.tokenizing import (
     tokenize,
 )
 from torchtitan.utils.argument_types import command_parser, count, path_or_url, share
-from torchtitan.utils.errors import UserError
+from torchtitan.utils.errors import UserError, reason
 from torchtitan.utils.files import write_whole
 from torchtitan.utils.formats import read_json_object
 from torchtitan.utils.meter import Meter
@@ -197,7 +197,7 @@ def _write(
         ) from None
     except OSError as error:
         raise UserError(
-            f"--output: can't write to {options.output}: {error}. Finished parts are kept"
+            f"--output: can't write to {options.output}: {reason(error)}. Finished parts are kept"
         ) from error
 
 

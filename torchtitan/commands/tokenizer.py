@@ -25,7 +25,7 @@ from torchtitan.data.encode.tokenizer_training import (
 from torchtitan.data.read.corpus import Corpus
 from torchtitan.data.read.documents import show_bad_documents
 from torchtitan.utils.argument_types import command_parser, count, path_or_url, share, size
-from torchtitan.utils.errors import UserError
+from torchtitan.utils.errors import UserError, reason
 from torchtitan.utils.meter import Meter
 from torchtitan.utils.wording import plural, show_size
 
@@ -152,7 +152,7 @@ def run(argv: list[str]) -> str:
                 )
             )
     except OSError as error:
-        raise UserError(f"--output: can't write to {options.output}: {error}") from error
+        raise UserError(f"--output: can't write to {options.output}: {reason(error)}") from error
     _report(options, corpus, summary)
     messages = f" --training.messages_column {options.messages_column}" if chat else ""
     return f"--model.hf_assets_path {options.output}{messages}"

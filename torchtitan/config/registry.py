@@ -105,10 +105,13 @@ class Registry(Generic[T]):
         names = sorted({*self.built_in, *self._entries})
         if name in names:
             return None
-        near = next((other for other in names if other.lower() == name.lower()), name[:100])
+        parts = (other for other in names if other.lower() in name.lower())  # adamw_torch
+        near = max(parts, key=len, default=name[:100])
+        version = partial(re.sub, r"\d+", "#")  # llama4 is no misspelt llama3
+        like = [other for other in names if other == near or version(other) != version(near)]
         return (
             f"no {self.what} {brief(name)}; known: {', '.join(names) or 'none'}; register others "
-            f"from a module named by experimental.custom_import{did_you_mean(near, names)}"
+            f"from a module named by experimental.custom_import{did_you_mean(near, like)}"
         )
 
 

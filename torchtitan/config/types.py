@@ -67,7 +67,10 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 def path_problem(path: str) -> str | None:
     """Why no file system or terminal can hold this path."""
     if _CONTROL.search(path):
-        return f"got {brief(path)}, must not contain control characters"
+        return (
+            f"got {brief(path)}, must not contain control characters; in double quotes TOML reads "
+            "\\n and \\t as such"
+        )
     if any(len(os.fsencode(name)) > FILE_NAME_BYTES for name in path.split("/")):
         return f"got {brief(path)}, whose names must be of at most {FILE_NAME_BYTES} bytes"
     return None

@@ -163,6 +163,9 @@ class UpdateGuard:
         """
         self.config = config
         self.on_nonfinite = training.on_nonfinite
+        self.advice = "Lower optimizer.lr or training.max_norm"
+        if not training.max_norm:
+            self.advice = "Lower optimizer.lr or set training.max_norm = 1.0"
         self.checkpointer = checkpointer
         self.updates_in_backward = updates_in_backward
         self.spikes = SpikeDetector(config, training.global_batch_size)
@@ -194,9 +197,8 @@ class UpdateGuard:
             raise NonFiniteError(
                 f"step {step}: {what}. The weights were {when} updated; "
                 f"{self.checkpointer.last_good()}.\n"
-                "Lower optimizer.lr or training.max_norm, or set training.on_nonfinite = "
-                '"skip" to continue without '
-                "such updates."
+                f'{self.advice}, or set training.on_nonfinite = "skip" to continue without such '
+                "updates."
             )
         self._spike = None  # training.on_nonfinite has decided
         self.spikes.skip_step()
@@ -226,9 +228,9 @@ class UpdateGuard:
             self.checkpointer.wait()
             raise GuardError(
                 f"step {spike.step}: {spike.reason}; {self.config.limit} attempts to recover "
-                f"failed (guard.limit); {self.checkpointer.last_good()}.\nLower optimizer.lr or "
-                "training.max_norm, resume from an earlier step (checkpoint.load_step), or raise "
-                "guard.limit or the thresholds."
+                f"failed (guard.limit); {self.checkpointer.last_good()}.\n{self.advice}, resume "
+                "from an earlier step (checkpoint.load_step), or raise guard.limit or the "
+                "thresholds."
             )
         resumed = None
         if spike.action == "rewind":

@@ -169,6 +169,11 @@ def failure_of(error: BaseException) -> Failure:
     )
 
 
+def reason(error: Exception) -> str:
+    """The text of an error whose message names the file: without its name."""
+    return str(getattr(error, "strerror", None) or error)
+
+
 def did_you_mean(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str:
     """The end of a message about a misspelt word: a suggestion, or empty."""
     near = difflib.get_close_matches(word, list(candidates), 1, cutoff)

@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from torchtitan.config.load.compat import UNSUPPORTED, NoEffect, current_key
 from torchtitan.config.load.keys import FIELDS, Setting
+from torchtitan.config.load.messages import OTHER_NAMES
 from torchtitan.config.load.render import help_text, to_toml_value
 from torchtitan.config.load.toml_file import size_problem
 from torchtitan.config.types import Text
@@ -90,9 +91,9 @@ def _without_file(flags: list[str]) -> list[str]:
 def split_args(argv: list[str]) -> tuple[list[str], list[str]]:
     """Split a command's own words from the configuration's flags.
 
-    A flag is the configuration's if its name has a dot, or is `--config` or `--config_file`; after
-    `--` every flag is. Its values are the words up to the next flag, `.toml` file or shipped
-    configuration.
+    A flag is the configuration's if its name has a dot, or is `--config`, `--config_file` or
+    another program's (`OTHER_NAMES`); after `--` every flag is. Its values are the words up to the
+    next flag, `.toml` file or shipped configuration.
 
     Raises:
         ConfigError: there are thousands of words.
@@ -146,7 +147,7 @@ def _check_length(argv: list[str]) -> None:
 
 def _is_config_flag(word: str) -> bool:
     key = _key_of(word)
-    return "." in key and not key.startswith(".")
+    return ("." in key and not key.startswith(".")) or key in OTHER_NAMES
 
 
 def _count_values(argv: list[str], index: int) -> int:

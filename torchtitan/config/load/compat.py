@@ -176,17 +176,36 @@ def _divides(count: Any, rows: Any) -> bool:
     return count >= 1 and rows % count == 0
 
 
-def convert_attention_flavor(settings: dict[str, Setting], warnings: list[str]) -> None:
-    """Replace 0.2's flavors that name an attention kernel by the flavor and a document mask."""
+_MOVED = {
+    ("deepseek_v3", "16B"): ("deepseek_v2", "Lite"),
+    ("qwen3", "debugmodel_moe"): ("qwen3_moe", "debugmodel"),
+    ("qwen3", "30B-A3B"): ("qwen3_moe", "30B-A3B"),
+    ("qwen3", "235B-A22B"): ("qwen3_moe", "235B-A22B"),
+}
+"""Family and flavor of 0.2 to the family that has the model here, and its flavor."""
+
+
+def convert_flavor(settings: dict[str, Setting], warnings: list[str]) -> None:
+    """Replace 0.2's flavors of what is another family here, and those that name an attention kernel
+    by the flavor and a document mask.
+    """
+    name = settings.get("model.name", Setting(FIELDS["model.name"].default, ""))
     flavor = settings.get("model.flavor")
-    name = settings.get("model.name")
-    other_family = name and name.value != FIELDS["model.name"].default
-    if flavor is None or not isinstance(flavor.value, str) or other_family:
+    if flavor is None or not isinstance(flavor.value, str) or not isinstance(name.value, str):
         return
-    if match := re.fullmatch(r"(.+)_(?:flex|varlen)(?:_attn)?", flavor.value):
+    start = f"{flavor.where}: model.flavor {brief(flavor.value)} is "
+    if (name.value, flavor.value) in _MOVED:
+        family, size = _MOVED[name.value, flavor.value]
+        settings |= {
+            "model.name": Setting(family, name.where or flavor.where),
+            "model.flavor": Setting(size, flavor.where),
+        }
+        warnings.append(f"{start}{brief(size)} of {brief(family)} now")
+    match = re.fullmatch(r"(.+)_(?:flex|varlen)(?:_attn)?", flavor.value)
+    if match and name.value in ("llama3", "deepseek_v3"):
         settings["model.flavor"] = Setting(match[1], flavor.where)
         mask = settings.setdefault("training.document_mask", Setting(True, flavor.where))
-        text = f"{flavor.where}: model.flavor {brief(flavor.value)} is {brief(match[1])} now, "
+        text = f"{start}{brief(match[1])} now, "
         if mask.value is False:
             text += (
                 "without the mask it stands for, because training.document_mask is false "

@@ -16,7 +16,7 @@ from torchtitan.config.load.compat import (
     MICROBATCHES,
     RENAMED,
     UNSUPPORTED,
-    convert_attention_flavor,
+    convert_flavor,
     convert_microbatch_count,
     drop_unsupported,
     rename_old_keys,
@@ -53,7 +53,7 @@ def load_config(argv: list[str]) -> LoadedConfig:
         settings |= read_toml(str(file.value), "--job.config_file", problems, warnings)
     settings |= flags
     convert_microbatch_count(settings, problems, warnings)
-    convert_attention_flavor(settings, warnings)
+    convert_flavor(settings, warnings)
     settings = drop_unsupported(settings, _SUGGESTIONS, problems, warnings)
     config = _validate(settings, problems)
     # else that module may register more, and isn't imported here

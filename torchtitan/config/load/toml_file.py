@@ -119,7 +119,9 @@ class _Files:
             )
         # an integer of thousands of digits, or nested too deeply
         except (ValueError, RecursionError) as error:
-            self.problems.append(f"{path}: not valid TOML: {error}")
+            escape = "hex value" in str(error) or "Unescaped" in str(error)
+            hint = "; in double quotes a \\ begins an escape: use single quotes" if escape else ""
+            self.problems.append(f"{path}: not valid TOML: {error}{hint}")
         else:
             if problem := size_problem(tables):
                 self.problems.append(f"{path}: {problem}")

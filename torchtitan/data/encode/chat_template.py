@@ -24,7 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from torchtitan.data.encode.special_tokens import CONFIG, read_json
 from torchtitan.data.read.opening import BadDocument
-from torchtitan.utils.errors import UserError
+from torchtitan.utils.errors import UserError, reason
 from torchtitan.utils.files import read_regular, text_of
 from torchtitan.utils.limits import CHAT_TEMPLATE_BYTES, CONVERSATION_CHARACTERS
 
@@ -163,7 +163,7 @@ def _read_template(file: Path, key: str) -> str:
     try:
         return text_of(read_regular(file, CHAT_TEMPLATE_BYTES, links=True))
     except (OSError, ValueError) as error:
-        raise UserError(f"{key}: can't read {file}: {error}") from None
+        raise UserError(f"{key}: can't read {file}: {reason(error)}") from None
 
 
 class _Generation(Extension):
