@@ -46,7 +46,9 @@ def test_async_modes_write_the_same_checkpoint(ranks, tmp_path, uninterrupted, m
     extra = [*SAVE, SCHEDULE, f"--checkpoint.async_mode={mode}"]
     ranks(2, train, arguments(tmp_path, *extra, steps=6))
     assert committed_steps(tmp_path / "out/checkpoint") == [3, 6]
-    assert_continues(ranks(2, train, arguments(tmp_path, *extra, steps=8))[0], uninterrupted)
+    run = ranks(2, train, arguments(tmp_path, *extra, steps=8))[0]
+    assert_continues(run, uninterrupted)
+    assert run["metrics"][-1]["epochs/data"] == uninterrupted["metrics"][-1]["epochs/data"] > 0
 
 
 def logged(argv):
@@ -128,6 +130,9 @@ def test_another_model_is_refused(ranks, tmp_path):
     with pytest.raises(AssertionError, match="holds another model") as error:
         ranks(1, train, arguments(tmp_path, *SAVE, "--model.overrides.ffn_dim=128"))
     assert "[96, 64] in the checkpoint, [128, 64] in the model" in str(error.value)
+    with pytest.raises(AssertionError, match="holds another optimizer") as error:
+        ranks(1, train, arguments(tmp_path, *SAVE, "--optimizer.name=Muon", steps=8))
+    assert 'checkpoint.exclude_from_loading = ["optimizer"]' in str(error.value)
 
 
 def test_old_checkpoints_are_deleted_but_not_the_last_resumable(ranks, tmp_path):

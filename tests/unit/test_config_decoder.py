@@ -2,16 +2,22 @@
 of, exact TOML.
 """
 
+import re
+from pathlib import Path
+
 import pytest
 import tomli
 
-from tests.config_loading import problems
+from tests.config_loading import load, problems
 from torchtitan.config import load_config, resolve
 from torchtitan.config.load.compat import UNSUPPORTED, NoEffect
 from torchtitan.config.load.keys import FIELDS
+from torchtitan.config.load.messages import OTHER_NAMES
 from torchtitan.config.load.render import help_text
 from torchtitan.config.load.toml_file import line_numbers
 from torchtitan.utils.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_lines_of_an_awkward_file():
@@ -122,12 +128,56 @@ def test_a_key_below_a_value_is_not_dropped(toml):
         ("--compile.componnents", "compile.components"),
         ("--quantize.linear.float8.recipe_nam", "quantize.linear.float8.recipe_name"),
         ("--float8.recipe_nam", "quantize.linear.float8.recipe_name"),
+        ("--training.interval", "checkpoint.interval"),
+        ("--training.beta1", "optimizer.beta1"),
+        ("--checkpoint.log_freq", "metrics.log_freq"),
     ],
 )
 def test_suggestions(flag, meant):
     (problem,) = problems(f"{flag}=3")
     assert problem.startswith(flag)
     assert problem.endswith(f"did you mean '{meant}'?")
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--training.fake_field",
+        "--training.img_size",
+        "--validation.save_img_count",
+        "--fault_tolerance.num_fragments",
+    ],
+)
+def test_nothing_far_fetched_is_suggested(flag):
+    assert problems(f"{flag}=3") == [f"{flag}: unknown key"]
+
+
+def test_other_programs_names_are_answered_with_the_key():
+    """Those of the page for users of the Hugging Face Trainer, whose table has the same keys."""
+    page = (ROOT / "docs/start/from-hf-trainer.md").read_text()
+    rows = [line.split("|")[1:3] for line in page.splitlines() if line.startswith("| `")]
+    for names, keys in rows[1:]:
+        for name in re.findall(r"`(\w+)[`=]", names):
+            if name in OTHER_NAMES:
+                assert OTHER_NAMES[name].split(",")[0].split(" ")[0] in keys, name
+    assert len(OTHER_NAMES) > 40
+    for name, here in OTHER_NAMES.items():
+        assert here.split(",")[0].split(" ")[0].rstrip(";") in FIELDS, name
+        for flag in (f"--{name}", f"--training.{name}"):
+            assert problems(f"{flag}=1") == [f"{flag}: unknown key; here it is {here}"]
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        (r"C:\Users\me", "Invalid hex value (at line 1, column 24); in double quotes a \\ begins"),
+        (r"D:\data", "Unescaped"),
+        (r"D:\new", "in double quotes TOML reads \\n and \\t as such"),
+    ],
+)
+def test_backslashes_need_single_quotes(toml, path, text):
+    assert text in problems("--config", toml(f'job.dump_folder = "{path}"\n'))[0]
+    assert load("--config", toml(f"job.dump_folder = '{path}'\n")).job.dump_folder == path
 
 
 @pytest.mark.parametrize(

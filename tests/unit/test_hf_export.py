@@ -199,6 +199,10 @@ def test_a_derived_family_has_no_class_unless_it_states_one(tmp_path):
     preflighted("llama3_gated", {}, custom, group.format("gate"))
     with pytest.raises(ConfigError, match=r"\*.gait.weight' matches no parameter"):
         preflighted("llama3_gated", {}, custom, group.format("gait"))
+    frozen = "--optimizer.param_groups=[{{pattern = '{}', lr_scale = 0}}]"
+    preflighted("llama3_gated", {}, custom, frozen.format("*.gate.*"))
+    with pytest.raises(ConfigError, match="lr_scale 0 for every parameter trains nothing"):
+        preflighted("llama3_gated", {}, custom, frozen.format("*"))
 
 
 def test_a_stated_class_is_compared(tmp_path):

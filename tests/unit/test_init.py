@@ -251,6 +251,7 @@ def test_few_documents_are_all_trained_on(capsys):
     assert "validation" not in written("a")[1]
     said = capsys.readouterr().out
     assert "too few documents to hold some out" in said
+    assert re.search(r"note: .*[BM] tokens read the text about [\d,]+ times; beyond 4, ", said)
     assert [words[1] for words in commands(said)] == ["tokenize", "train"]
     assert "--held-out" not in said
     assert "--tokenizer" not in said, "debug models take the shipped one"

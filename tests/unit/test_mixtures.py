@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import random
+import re
 from fractions import Fraction
 
 import numpy as np
@@ -169,7 +170,14 @@ def test_a_source_is_read_exactly_as_often_as_it_may_be(mixture, caplog, monkeyp
 
     alone = loader([twice], stages=[])
     enough = 2 * len(files) // 8
-    alone.check_enough(enough)
+    with caplog.at_level("INFO", "torchtitan"):
+        alone.check_enough(enough)
+        loader([text], stages=[]).check_enough(10**4)
+    often, very_often = (line for line in caplog.messages if "read the text" in line)
+    assert often.endswith("tokens read the text about 2.0 times")
+    bytes_ = loader([text], stages=[]).sources["text"].documents.text_bytes
+    times = float(re.search(r"about ([\d,]+) times; beyond 4, rep", very_often)[1].replace(",", ""))
+    assert times == pytest.approx(10**4 * 8 * SEQ / (bytes_ / 2), rel=0.5)
     with pytest.raises(
         UserError, match=rf"training.steps: the data runs out .* set training.steps = {enough},"
     ):
