@@ -15,7 +15,7 @@ setup(
     package_data={
         "torchtitan": [
             *("py.typed", "commands/slurm.sbatch", "telemetry/*.toml", "tools/planner/*.toml"),
-            *("tools/planner/*.js", "tools/launch/*.toml"),
+            *("tools/planner/*.js", "tools/launch/*.toml", "config/load/*.toml"),
             *("tools/reports/*.js", "tools/reports/*.css", "tools/web/*"),
         ],
         **{package: ASSETS[folder] for package, folder in PACKAGES.items()},

@@ -15,7 +15,6 @@ from torchtitan.config.load.compat import (
     RENAMED,
     RENAMED_SECTIONS,
     UNSUPPORTED,
-    NoEffect,
     NotSupported,
 )
 from torchtitan.config.load.keys import FIELDS
@@ -94,15 +93,6 @@ def test_unsupported_keys_are_refused_unless_off(key):
 def test_removed_keys_are_refused_with_todays_way(key):
     below = key if "." in key else f"{key}.any"
     assert problems(f"--{below}=16") == [f"--{below}: no `{key}` any more: {REMOVED[key]}"]
-
-
-def test_tuning_keys_have_an_unsupported_gate():
-    for entry in UNSUPPORTED.values():
-        if isinstance(entry, NoEffect) and entry.gate is not None:
-            gate = UNSUPPORTED[entry.gate]
-            assert isinstance(gate, NotSupported), (
-                "once the gate is supported its tuning keys must be too"
-            )
 
 
 @pytest.mark.parametrize(("value", "warns"), [("true", True), ("false", False)])

@@ -23,7 +23,7 @@ from torchtitan.tools.launch.torchrun import no_cpp_stacks, run_ranks, what_lowe
 from torchtitan.train.preflight import preflight
 from torchtitan.train.rank_main import main as train
 from torchtitan.utils.accelerators import count_gpus, refuse_unusable
-from torchtitan.utils.argument_types import command_parser, count
+from torchtitan.utils.argument_types import command_parser, count, number
 from torchtitan.utils.assets import shipped_configs
 from torchtitan.utils.errors import ConfigError, OutOfMemoryError, did_you_mean
 from torchtitan.utils.limits import NODE_RANGE, NODES, RANKS_PER_NODE
@@ -73,7 +73,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add(
         "--grace",
-        type=_seconds,
+        type=partial(number, zero=True, most=10**9),
         default=600,
         metavar="SECONDS",
         help="time to save when stopped (600)",
@@ -205,13 +205,6 @@ def _endpoints(text: str) -> str:
     if len(set(several)) < len(several):
         raise argparse.ArgumentTypeError(f"{brief(text)}: an endpoint is given twice")
     return text
-
-
-def _seconds(text: str) -> float:
-    """Argument type of a number of seconds."""
-    if not re.fullmatch(r"\d{1,9}(\.\d*)?", text):
-        raise argparse.ArgumentTypeError(f"{brief(text)} is not a number of seconds")
-    return float(text)
 
 
 # ---- checks before the start

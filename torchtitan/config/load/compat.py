@@ -14,24 +14,12 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from torchtitan.config.load.keys import FIELDS, Setting, message_start, prefixes
-from torchtitan.config.load.messages import explain_value, suggest_key
+from torchtitan.config.load.messages import NAMES, explain_value, suggest_key
 from torchtitan.config.sections.schema import Config
 from torchtitan.utils.errors import MAX_PROBLEMS
 from torchtitan.utils.wording import brief
 
-RENAMED = {
-    "model.tokenizer_path": "model.hf_assets_path",
-    "checkpoint.enable_checkpoint": "checkpoint.enable",
-    "checkpoint.initial_load_model_weights_only": "checkpoint.initial_load_model_only",
-    "checkpoint.last_save_model_weights_only": "checkpoint.last_save_model_only",
-    "job.print_args": "job.print_config",
-    "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
-    "memory_estimation.enabled": "memory_estimation.enable",
-    "training.compile": "compile.enable",
-    "training.seed": "debug.seed",
-    "training.deterministic": "debug.deterministic",
-    "parallelism.pipeline_parallel_split_points": "parallelism.module_fqns_per_model_part",
-}
+RENAMED: dict[str, str] = NAMES["torchtitan_0_1"]
 """0.1 spelling to 0.2 spelling."""
 
 MICROBATCHES = "parallelism.pipeline_parallel_microbatches"
@@ -51,17 +39,15 @@ class NotSupported:
 
 @dataclass(frozen=True)
 class NoEffect:
-    """A key without effect on results. Its value must still have the right type."""
+    """A key that changes no result, or only refines what is always off. Its value must still have
+    the right type.
+    """
 
-    gate: str | None
-    """The unsupported key, always off, that this one depends on. None: it changes no result."""
     kind: Any
     """Type of the value."""
     warning: str = ""
     """Logged if the value is true."""
 
-
-_FT = "fault_tolerance.enable"
 
 UNSUPPORTED: dict[str, NotSupported | NoEffect] = {
     "job.custom_config_module": NotSupported("configuration modules in Python", ("",)),
@@ -75,27 +61,26 @@ UNSUPPORTED: dict[str, NotSupported | NoEffect] = {
         "DeepEP, whose kernels need NVSHMEM and can't be proven without GPUs", ("standard",)
     ),
     "parallelism.pipeline_parallel_expert_parallel_overlap": NoEffect(
-        None,
         bool,
         "nothing is overlapped: a microbatch's exchanges of experts' rows don't run beside the "
         "computation of another; results are the same",
     ),
-    "checkpoint.enable_ft_dataloader_checkpoints": NoEffect(_FT, bool),
+    "checkpoint.enable_ft_dataloader_checkpoints": NoEffect(bool),
     # Quantized weights are recognized by their config.json.
-    "checkpoint.initial_load_in_hf_quantized": NoEffect(None, bool),
+    "checkpoint.initial_load_in_hf_quantized": NoEffect(bool),
     "checkpoint.create_seed_checkpoint": NotSupported(
         "seed checkpoints (not needed: initial weights are the same under every layout)", (False,)
     ),
     "comm.mode": NotSupported("communication without a real backend", ("default",)),
     "memory_estimation.enable": NotSupported("memory estimation", (False,)),
-    "memory_estimation.disable_fake_mode": NoEffect("memory_estimation.enable", bool),
+    "memory_estimation.disable_fake_mode": NoEffect(bool),
     "fault_tolerance.enable": NotSupported("torchft's fault tolerance", (False,)),
-    "fault_tolerance.process_group": NoEffect(_FT, str),
-    "fault_tolerance.process_group_timeout_ms": NoEffect(_FT, int),
-    "fault_tolerance.replica_id": NoEffect(_FT, int),
-    "fault_tolerance.group_size": NoEffect(_FT, int),
-    "fault_tolerance.min_replica_size": NoEffect(_FT, int),
-    "fault_tolerance.semi_sync_method": NoEffect(_FT, str | None),
+    "fault_tolerance.process_group": NoEffect(str),
+    "fault_tolerance.process_group_timeout_ms": NoEffect(int),
+    "fault_tolerance.replica_id": NoEffect(int),
+    "fault_tolerance.group_size": NoEffect(int),
+    "fault_tolerance.min_replica_size": NoEffect(int),
+    "fault_tolerance.semi_sync_method": NoEffect(str | None),
 }
 """Every key of the 0.2 convention that the schema lacks."""
 

@@ -3,8 +3,10 @@
 import difflib
 import re
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
+import tomli
 from pydantic import BaseModel, ValidationError
 
 from torchtitan.config.load.keys import fields_of, prefixes
@@ -33,55 +35,9 @@ _BOUNDS = {
 }
 """Kind of an error to the bound in its context, and its words."""
 
-OTHER_NAMES = {
-    "adam_beta1": "optimizer.beta1",
-    "adam_beta2": "optimizer.beta2",
-    "adam_epsilon": "optimizer.eps",
-    "base_model": "model.name and model.flavor; `torchtitan ckpt from-hf` reads its weights",
-    "bf16": 'training.mixed_precision_param = "bfloat16", the default',
-    "block_size": "training.seq_len",
-    "clip_grad": "training.max_norm",
-    "dataloader_num_workers": "training.dataloader.num_workers",
-    "eval_interval": "validation.freq",
-    "eval_steps": "validation.freq",
-    "fp16": "training.mixed_precision_param; float16 would need a scaled loss",
-    "fsdp": "parallelism.data_parallel_shard_degree",
-    "grad_clip": "training.max_norm",
-    "gradient_accumulation_steps": "training.global_batch_size, in rows over all ranks",
-    "gradient_checkpointing": "activation_checkpoint.mode",
-    "learning_rate": "optimizer.lr",
-    "log_interval": "metrics.log_freq",
-    "logging_steps": "metrics.log_freq",
-    "lr": "optimizer.lr",
-    "lr_scheduler_type": "lr_scheduler.name",
-    "max_grad_norm": "training.max_norm",
-    "max_iters": "training.steps",
-    "max_seq_length": "training.seq_len",
-    "max_steps": "training.steps",
-    "micro_batch_size": "training.local_batch_size",
-    "min_lr": "lr_scheduler.min_lr_factor, a fraction of the peak",
-    "model_name_or_path": "model.name and model.flavor; `torchtitan ckpt from-hf` reads weights",
-    "num_epochs": "training.steps; `torchtitan init` says how often they read the text",
-    "num_train_epochs": "training.steps; `torchtitan init` says how often they read the text",
-    "optim": "optimizer.name",
-    "out_dir": "job.dump_folder",
-    "output_dir": "job.dump_folder",
-    "per_device_eval_batch_size": "validation.local_batch_size",
-    "per_device_train_batch_size": "training.local_batch_size",
-    "report_to": "metrics.sinks",
-    "resume_from_checkpoint": "checkpoint.enable, which resumes from the newest",
-    "sample_packing": "training.packing",
-    "save_interval": "checkpoint.interval",
-    "save_steps": "checkpoint.interval",
-    "save_total_limit": "checkpoint.keep_latest_k",
-    "sequence_len": "training.seq_len",
-    "torch_compile": "compile.enable",
-    "train_iters": "training.steps",
-    "warmup_iters": "lr_scheduler.warmup_steps",
-    "warmup_ratio": "lr_scheduler.warmup_steps, a number of steps",
-    "warmup_steps": "lr_scheduler.warmup_steps",
-}
-"""Keys of the Hugging Face Trainer, axolotl, nanoGPT and Megatron, and what they are here."""
+NAMES = tomli.loads(Path(__file__).with_name("names.toml").read_text(encoding="utf-8"))
+OTHER_NAMES: dict[str, str] = NAMES["other_programs"]
+"""Keys of other programs, and what they are here."""
 
 
 def explain_errors(

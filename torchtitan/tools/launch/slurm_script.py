@@ -34,7 +34,7 @@ def single_line(text: str) -> str:
 
 def job_name(text: str) -> str:
     """Argument type of a job's name, from which its log and script are named."""
-    if not text or "/" in text or text[0] in ".-":
+    if "/" in text or text[:1] in ("", ".", "-"):
         raise argparse.ArgumentTypeError(
             f"{text!r} can't be part of a file name: no '/', and no '.' or '-' in front; "
             "--output takes a path"
