@@ -280,7 +280,7 @@ class SourceTally:
 
     def take(self, mesh: Mesh) -> list[list[float]]:
         """Loss, tokens and bytes of each source, over all ranks; restarts from zero."""
-        sums = all_reduce(self._sums, mesh.loss_group)
+        sums = all_reduce(self._sums.clone(), mesh.loss_group)
         self.clear()
         return sums.T.tolist()
 
