@@ -10,6 +10,7 @@ import torch
 from tests.rounding import assert_rounds
 from tests.runs import CHAIN, TINY, arguments, train
 from tests.unit.test_from_hf import write_model
+from torchtitan.checkpoint.format.manifest import read_manifest
 from torchtitan.checkpoint.load import Reader, read_tensor
 from torchtitan.commands import ckpt, generate
 from torchtitan.config import resolve
@@ -37,6 +38,8 @@ def test_hf_export_loads_in_transformers_and_here(ranks, tmp_path):
     tokens = torch.randint(0, 2048, (2, 32))
     with torch.no_grad():
         assert_rounds(ours(tokens), theirs(tokens).logits, terms=96, chain=24)
+    about = {"eos_token_id": [1, 7], "top_k": 5, "transformers_version": "5"}
+    (folder / "generation_config.json").write_text(json.dumps(about))
     back = [
         "--checkpoint.enable",
         "--checkpoint.initial_load_in_hf",
@@ -46,6 +49,8 @@ def test_hf_export_loads_in_transformers_and_here(ranks, tmp_path):
     again = ranks(2, train, arguments(tmp_path, *back, steps=1))[0]
     for name, weight in run["weights"].items():
         assert torch.equal(again["initial"][name], weight), name
+    manifest = read_manifest(tmp_path / "back/checkpoint/step-1")
+    assert (manifest.ends, manifest.generation) == ([1, 7], {"top_k": 5})
 
 
 @pytest.mark.slow

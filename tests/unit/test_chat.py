@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.chats import (
+    CHANNELS,
     CHATML,
     CHATML_MARKED,
     CHATS,
@@ -57,7 +58,8 @@ def theirs(folder, messages):
 def test_ids_and_mask_are_those_of_transformers(tmp_path, pair):
     plain, marked = PAIRS[pair]
     chats = [open_chat(tmp_path / "a", plain), open_chat(tmp_path / "b", marked)]
-    for messages in CHATS:
+    greeting = [{"role": "assistant", "content": "Hello"}, *CHATS[0], *CHATS[0][:1]]
+    for messages in [*CHATS, greeting, greeting[:1]]:
         expected = theirs(tmp_path / "b", messages)
         assert any(expected[1])
         for chat in chats:
@@ -78,6 +80,46 @@ def test_turns_that_end_with_end_of_text(tmp_path):
     )
     (ends,) = np.nonzero(ids & PLAIN == chat.tokenizer.eos_id)
     assert (ids[ends] & CONTINUES != 0).tolist() == [True, False]
+
+
+SPOKEN = (
+    "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
+    "{{ 'assistant: ' if add_generation_prompt }}"
+)
+TURN_ENDS = {
+    CHATML: "<|im_end|>",
+    LLAMA3: "<|eot_id|>",
+    MISTRAL: "<|end_of_text|>",
+    CHANNELS: "<|eot_id|>",  # others end with <|im_end|>
+    SPOKEN: "<|end_of_text|>",  # of the document
+}
+
+
+@pytest.mark.parametrize("template", TURN_ENDS)
+def test_what_ends_a_turn_ends_a_text(tmp_path, template):
+    tokenizer = open_chat(tmp_path, template).tokenizer
+    end = tokenizer.backend.token_to_id(TURN_ENDS[template])
+    assert tokenizer.all_ends == list(dict.fromkeys([1, end]))
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA3, MISTRAL])
+def test_a_prompt_for_an_answer_is_that_of_transformers(tmp_path, template):
+    from transformers import AutoTokenizer
+
+    chat = open_chat(tmp_path, template)
+    messages = say("What\nis 2?", "2.", "And 3?")
+    text, ids = chat.prompt(messages)
+    expected = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=True
+    )["input_ids"]
+    assert ids == [0, *expected[int(expected[0] == 0) :]], "begin-of-text as in training"
+    assert chat.tokenizer.decode(ids).endswith(text)
+    plain = chat.prompt(say("a"))[1]
+    special = {chat.tokenizer.backend.token_to_id(name) for name in chat.special}
+    marked = chat.prompt(say(f"a{chat.special[-1]}"))[1]
+    assert [i for i in marked if i in special] == [i for i in plain if i in special]
+    with pytest.raises(BadDocument, match="the last message is already the assistant's"):
+        chat.prompt(CHATS[0])
 
 
 def test_a_document_is_between_begin_and_end_of_text(tmp_path):

@@ -68,6 +68,10 @@ def take(loader, count=10_000):
         loader.close()
 
 
+def chat_end(folder):
+    return build_tokenizer(str(folder / "tokenizer")).backend.token_to_id("<|im_end|>")
+
+
 def ids_of(folder):
     """All conversations, one after another."""
     chat = Chat(build_tokenizer(str(folder / "tokenizer")), "key")
@@ -98,7 +102,9 @@ def test_token_files_hold_the_same(folder):
     assert about["predicted"] == (found[0] < UNPREDICTED).sum()
     report = json.loads((folder / "tokens/tokens-report.json").read_text())
     assert report["predicted"] == (expected < UNPREDICTED).sum()
-    step, *_ = take(loader(folder, "tokens", rows=1, infinite=False))
+    tokens = loader(folder, "tokens", rows=1, infinite=False)
+    step, *_ = take(tokens)
+    assert tokens.spec.tokenizer.all_ends == [1, chat_end(folder)], "of a turn, too"
     assert np.array_equal(step.tokens[0].numpy(), expected[:24] & PLAIN)
     assert (step.labels == IGNORE_INDEX).any()
     assert (step.labels >= 0).any()

@@ -17,6 +17,7 @@ from torchtitan.checkpoint.hf import export as hf_export
 from torchtitan.commands import ckpt
 from torchtitan.config import resolve
 from torchtitan.data.encode.tokenizer import build_tokenizer
+from torchtitan.inference.load import find, open_tokenizer
 from torchtitan.models import get_spec, hf_map, parameter_names, register, spec_of_hf
 from torchtitan.models import spec as models_spec
 from torchtitan.models.args import DecoderArgs
@@ -307,6 +308,33 @@ def test_what_was_not_compared_is_said(tmp_path, capsys, monkeypatch):
     assert hf_check.compare(*arguments, max_parameters=10**9) == [
         "Not compared with transformers: pip install transformers"
     ]
+
+
+def test_ends_and_settings_of_texts_survive(tmp_path, capsys):
+    """A list of ends reaches transformers and `generate`; no family's sampling is added."""
+    write_checkpoint(tmp_path / "ours", "llama3")
+    export(tmp_path, "--no-check")
+    folder = tmp_path / "hf"
+    prompt = torch.tensor([[0, 5, 9]])
+    settings = {"do_sample": False, "max_new_tokens": 12}
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    free = model.generate(prompt, **settings, eos_token_id=None)[0, 3:].tolist()
+    assert len(free) == 12
+    end = next(token for token in free[2:] if token not in free[:2])
+    about = json.loads((folder / "generation_config.json").read_text())
+    assert about == {"bos_token_id": 0, "eos_token_id": 1}
+    about |= {"eos_token_id": [1, end], "pad_token_id": 2, "repetition_penalty": 1.05}
+    (folder / "generation_config.json").write_text(json.dumps(about))
+    started, back = tmp_path / "started", tmp_path / "back"
+    ckpt.main(["from-hf", str(folder), str(started)])
+    ckpt.main(["to-hf", str(started), str(back), "--no-check"])
+    assert json.loads((back / "generation_config.json").read_text()) == about
+    assert json.loads((back / "config.json").read_text())["eos_token_id"] == [1, end]
+    model = transformers.AutoModelForCausalLM.from_pretrained(back)
+    whole = model.generate(prompt, **settings, repetition_penalty=1.0)[0, 3:].tolist()
+    assert whole == free[: free.index(end) + 1]
+    source = find(str(started))
+    assert open_tokenizer(source, None).all_ends == [1, end]
 
 
 # ---- the tokenizer

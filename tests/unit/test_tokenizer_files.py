@@ -11,6 +11,7 @@ import unicodedata
 import pytest
 
 from tests.hf_folders import SHIPPED
+from torchtitan.checkpoint.hf.check import _tokenizer_note
 from torchtitan.checkpoint.hf.tokenizer import file_problem, write_tokenizer
 from torchtitan.data.encode import tiktoken_files
 from torchtitan.data.encode.tokenizer import build_tokenizer
@@ -308,27 +309,32 @@ def test_a_hostile_tokenizer_is_one_sentence_at_once(case, tmp_path):
 @pytest.fixture(scope="module")
 def llama2(tmp_path_factory):
     """A SentencePiece model with the settings of Llama 2's."""
-    sentencepiece = pytest.importorskip("sentencepiece", reason="needs sentencepiece")
     folder = tmp_path_factory.mktemp("llama2")
+    train_sentencepiece(folder)
+    return folder
+
+
+def train_sentencepiece(folder, **changes):
+    sentencepiece = pytest.importorskip("sentencepiece", reason="needs sentencepiece")
     documents = DemoDocuments(validation=True)
     (folder / "text").write_text("\n".join(documents[i] for i in range(10)))
+    options = {
+        "model_type": "bpe",
+        "vocab_size": 500,
+        "character_coverage": 0.99,
+        "byte_fallback": True,
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+        "split_digits": True,
+        "allow_whitespace_only_pieces": True,
+        "max_sentence_length": 100_000,
+        "minloglevel": 2,
+    }
     sentencepiece.SentencePieceTrainer.train(
-        input=str(folder / "text"),
-        model_prefix=str(folder / "tokenizer"),
-        model_type="bpe",
-        vocab_size=500,
-        character_coverage=0.99,
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        split_digits=True,
-        allow_whitespace_only_pieces=True,
-        max_sentence_length=100_000,
-        minloglevel=2,
+        input=str(folder / "text"), model_prefix=str(folder / "tokenizer"), **options | changes
     )
     (folder / "text").unlink()
     (folder / "tokenizer.vocab").unlink()
-    return folder
 
 
 def settings(folder, **entries):
@@ -375,6 +381,49 @@ def test_the_files_beside_a_sentencepiece_model_are_obeyed(llama2, tmp_path):
     again = build_tokenizer(str(tmp_path))
     assert again.eos_id == 1
     assert again.encode(TEXTS[0]) == tokenizer.encode(TEXTS[0])
+
+
+FORMS = {
+    "bpe": {},
+    "unigram, normalized": {
+        "model_type": "unigram",
+        "normalization_rule_name": "nmt_nfkc",
+        "remove_extra_whitespaces": True,
+        "num_threads": 1,
+    },
+    "no prefix, symbols": {"add_dummy_prefix": False, "user_defined_symbols": ["<sym>"]},
+    "symbols": {"user_defined_symbols": ["<sym>"]},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_export_of_a_sentencepiece_model_has_its_ids(tmp_path, form):
+    """Only a blank in front of the first text that isn't a symbol can't be expressed."""
+    transformers = pytest.importorskip("transformers")
+    train_sentencepiece(tmp_path, **FORMS[form])
+    (tmp_path / "tokenizer.model").rename(tmp_path / "tokenizer.model.v7")
+    tokenizer = build_tokenizer(str(tmp_path))
+    (tmp_path / "hf").mkdir()
+    write_tokenizer(tokenizer, tmp_path / "hf", 128)
+    (tmp_path / "hf/config.json").write_text('{"model_type": "mistral"}')
+    names = {file.name for file in (tmp_path / "hf").iterdir()}
+    if form == "symbols":
+        assert names == {"config.json", "tokenizer.model"}
+        note = _tokenizer_note(tmp_path / "hf", "mistral", tokenizer)
+        assert note.startswith("Warning: AutoTokenizer of transformers can't give the token ids of")
+        return
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    texts = [
+        " a▁b",
+        "\n\n",
+        "a<sym>  <sym> b",
+        *TEXTS[:4],
+        DemoDocuments(validation=True)[3][:2000],
+    ]
+    for text in texts:
+        ids = tokenizer.encode(text, bos=True)
+        assert theirs(text)["input_ids"] == ids
+        assert theirs.decode(ids[1:]) == tokenizer.decode(ids[1:])
 
 
 def test_pieces_of_a_sentencepiece_model(llama2, monkeypatch):

@@ -304,12 +304,8 @@ class Checkpointer:
         self.newest_step = resumed.step if resumed is not None else 0
         return resumed
 
-    def load_initial(self, path: Path) -> Resumed | None:
-        """Start from another run's checkpoint.
-
-        Returns:
-            None if only its weights were loaded (`initial_load_model_only`).
-        """
+    def load_initial(self, path: Path) -> Resumed:
+        """Start from another run's checkpoint, or its weights (`initial_load_model_only`)."""
         model_only = self.config.initial_load_model_only
         return load_initial(self.storage, path, self.trained, model_only=model_only)
 

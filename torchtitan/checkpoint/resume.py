@@ -102,11 +102,11 @@ def load_newest(
 
 def load_initial(
     storage: Storage, path: Path, trained: TrainedModel, *, model_only: bool
-) -> Resumed | None:
+) -> Resumed:
     """Start from a checkpoint of another run.
 
-    Returns:
-        None if `model_only`: only the weights were loaded.
+    Args:
+        model_only: load only the weights.
 
     Raises:
         CheckpointError: the checkpoint is damaged, of another model, or has only weights although
@@ -121,7 +121,7 @@ def load_initial(
         _load(reader, manifest, trained, {"optimizer", "ema"} if model_only else ())
     except CheckpointError as error:
         raise CheckpointError(f"checkpoint.initial_load_path: {error}") from error
-    return None if model_only else Resumed(manifest.step, manifest.state(), manifest, path)
+    return Resumed(manifest.step, manifest.state(), manifest, path)
 
 
 def agreed_steps(storage: Storage, folder: Path, *, abandoned: bool = False) -> list[int]:

@@ -14,14 +14,16 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from torchtitan.data.encode.chat import Chat
+from torchtitan.data.read.opening import BadDocument
 from torchtitan.inference.options import add_model_options, report_once
 from torchtitan.utils.argument_types import command_parser, count, number
 from torchtitan.utils.errors import ConfigError, reason
 from torchtitan.utils.files import text_of
 from torchtitan.utils.process import rank_and_world
-from torchtitan.utils.wording import show_rate
+from torchtitan.utils.wording import listed, plural, show_rate
 
 if TYPE_CHECKING:
     from torchtitan.data.encode.tokenizer import Tokenizer
@@ -35,14 +37,14 @@ def main(argv: list[str]) -> int:
 
 
 def _generate(options: argparse.Namespace, rank: int, world: int) -> int:
-    texts = _prompts(options)
+    asked = _prompts(options)
 
     from torchtitan.inference.generator import SamplingSettings  # imports torch
     from torchtitan.inference.load import find, load, open_tokenizer
 
     source = find(options.checkpoint, options.custom_import, averaged=options.ema)
     tokenizer = open_tokenizer(source, options.assets)
-    prompts = [tokenizer.encode(text, bos=True) or tokenizer.ends for text in texts]
+    texts, prompts = zip(*_encode(asked, tokenizer, chat=options.chat), strict=True)
     if problems := list(_model_problems(source, prompts, world)):
         raise ConfigError(problems)
     length = min(source.args.max_seq_len, max(map(len, prompts)) + options.max_new_tokens)
@@ -62,6 +64,14 @@ def _generate(options: argparse.Namespace, rank: int, world: int) -> int:
             printer.finish(rows)
     tokens = sum(len(row.tokens) for row in rows)
     seconds = time.perf_counter() - began
+    full = [
+        f"prompt {i} after {plural(len(row.tokens), 'token')}"
+        for i, row in enumerate(rows, 1)
+        if row.end == "context"
+    ]
+    if full and rank == 0:
+        limit = f"{length} tokens, all that the model reads, before --max-new-tokens"
+        print(f"Ended at {limit} {options.max_new_tokens}: {listed(full)}", file=sys.stderr)
     if printer:
         print(
             f"{source.folder}: {tokens} tokens, {show_rate(tokens / seconds)} tokens/s",
@@ -111,21 +121,42 @@ class _Printer:
         self.row_count = len(rows)
 
 
-def _prompts(options: argparse.Namespace) -> list[str]:
-    prompts = list(options.prompt)
-    if options.prompts_file:
+def _prompts(options: argparse.Namespace) -> list[Any]:
+    """The prompts: texts, and conversations."""
+    prompts: list[Any] = list(options.prompt)
+    if file := options.prompts_file:
+        where = str(file)
         try:
-            lines = text_of(options.prompts_file.read_bytes()).split("\n")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                [f"--prompts-file: can't read {options.prompts_file}: {reason(error)}"]
-            ) from None
-        prompts += [line.rstrip("\r") for line in lines if line.strip()]
-        if not prompts:
-            raise ConfigError(
-                [f"--prompts-file: {options.prompts_file} has no prompts (one per line)"]
-            )
+            lines = text_of(file.read_bytes()).removesuffix("\n").split("\n")
+            for number, line in enumerate(lines, 1):
+                where = f"{file}, line {number}"
+                prompts.append(json.loads(line) if file.suffix == ".jsonl" else line.rstrip("\r"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise ConfigError([f"--prompts-file: can't read {where}: {reason(error)}"]) from None
+        if not any(map(str.strip, lines)):
+            raise ConfigError([f"--prompts-file: {file} has no prompts (one per line)"])
     return prompts or [""]
+
+
+def _encode(
+    prompts: Sequence[Any], tokenizer: "Tokenizer", *, chat: bool
+) -> Iterator[tuple[str, list[int]]]:
+    """The text and the ids of each prompt.
+
+    Args:
+        chat: a text is what the user says.
+    """
+    template = None
+    for number, prompt in enumerate(prompts, 1):
+        if isinstance(prompt, str) and not chat:
+            yield prompt, tokenizer.encode(prompt, bos=True) or tokenizer.ends
+            continue
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        template = template or Chat(tokenizer, f"prompt {number}")
+        try:
+            yield template.prompt(messages)
+        except BadDocument as error:
+            raise ConfigError([f"prompt {number}: {error}"]) from None
 
 
 def _model_problems(
@@ -144,6 +175,8 @@ def _model_problems(
                 f"prompt {i} has no tokens, and the tokenizer none to begin a text with; give "
                 "--prompt"
             )
+        if max(prompt, default=0) >= source.args.vocab_size:
+            yield f"prompt {i} has the token {max(prompt)}, which is not in the model's vocabulary"
         if len(prompt) >= limit:
             yield (
                 f"prompt {i} has {len(prompt)} tokens; the model reads {limit}, of which one "
@@ -168,7 +201,16 @@ def parser() -> argparse.ArgumentParser:
         default=[],
         help="beginning of a text; repeatable (default: empty)",
     )
-    add("--prompts-file", type=Path, help="file with one prompt per line")
+    add(
+        "--prompts-file",
+        type=Path,
+        help="file with a prompt per line; in a .jsonl file, a string or a list of messages",
+    )
+    add(
+        "--chat",
+        action="store_true",
+        help="answer each prompt as a user's message, by the tokenizer's chat template",
+    )
     add(
         "--max-new-tokens",
         type=count,

@@ -257,6 +257,8 @@ def run(argv: list[str]) -> str:
         "best_fit": options.best_fit,
         "chat_template": chat.fingerprint if chat else None,
     }
+    if chat:
+        common["stop_ids"] = list(tokenizer.stop_ids)
     output = Output(options.output, options.name, options.part, common, options.best_fit)
     split = None
     if options.held_out:
@@ -264,7 +266,7 @@ def run(argv: list[str]) -> str:
         split = HeldOutSplit(options.held_out, apart)
     if complete_count := sum(is_complete(i, output, split) for i in output.existing()):
         print(f"{plural(complete_count, 'part')} already done")
-    encoder = Encoder(tokenizer.origin, column, stop, messages)
+    encoder = Encoder(tokenizer.origin, column, stop, chat is not None)
     file_count = complete_count
     if not _is_whole(split.output if split else output, complete_count):
         file_count = _write(options, encoder, output, split, corpus, chat)

@@ -140,6 +140,7 @@ class HarnessModel(TemplateLM):
         super().__init__()
         self.logits = logits
         self.texts = EvalTokenizer(tokenizer, by_file=by_file)
+        self.ends = tokenizer.all_ends
         self.vocab_size = tokenizer.vocab_size
 
     @property
@@ -292,7 +293,7 @@ class HarnessModel(TemplateLM):
             [prompt[-room:] for prompt in prompts],
             lambda texts: self.logits.next_logits(texts, self.vocab_size),
             sampling,
-            stop=[self.eot_token_id],
+            stop=self.ends,
             max_new_tokens=new,
             max_seq_len=self.max_length,
             device=self.logits.device,

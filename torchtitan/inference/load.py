@@ -34,7 +34,6 @@ from torchtitan.parallel.groups import init_distributed
 from torchtitan.parallel.tensor.styles import apply_tensor_parallel
 from torchtitan.utils.device import current_device, tune_cpu, usual_dtype
 from torchtitan.utils.errors import CheckpointError, ConfigError, UserError
-from torchtitan.utils.formats import read_json_object
 from torchtitan.utils.logging import logger
 from torchtitan.utils.storage import is_remote, path_argument, storage_path
 
@@ -52,7 +51,7 @@ class ModelSource:
     """Folder of the tokenizer."""
     tokenizer: str | None = None
     """Fingerprint of the tokenizer in training; None if unknown."""
-    stop: tuple[int, ...] = ()
+    ends: Sequence[int] = ()
     """Tokens that end a text, in addition to the tokenizer's own."""
     averaged: bool = False
     """Load the average of the weights."""
@@ -60,6 +59,8 @@ class ModelSource:
     """Builds a registered tokenizer; None for the built-in kinds."""
     end_of_document: str | None = None
     """`model.end_of_document` in training."""
+    chat_template: str | None = None
+    """`model.chat_template` in training."""
 
 
 def find(path: str, custom_import: str | None = None, *, averaged: bool = False) -> ModelSource:
@@ -101,9 +102,11 @@ def find(path: str, custom_import: str | None = None, *, averaged: bool = False)
         args=_for_inference(args),
         assets=assets,
         tokenizer=manifest.data.get("tokenizer"),
+        ends=manifest.ends,
         averaged=averaged,
         make_tokenizer=recorded_tokenizer(manifest.settings(), folder),
         end_of_document=recorded_text(manifest.settings(), "end_of_document"),
+        chat_template=recorded_text(manifest.settings(), "chat_template"),
     )
 
 
@@ -129,33 +132,8 @@ def _hugging_face(folder: Path, custom_import: str | None) -> ModelSource:
         spec=source.spec,
         args=_for_inference(source.args),
         assets=str(folder),
-        stop=_stop_ids(folder, source.args.vocab_size),
+        ends=source.ends,
     )
-
-
-def _stop_ids(folder: Path, vocab_size: int) -> tuple[int, ...]:
-    """Every token that ends a text by `config.json` or `generation_config.json`: they may name
-    different tokens, such as the end of a turn and the end of a text.
-
-    Raises:
-        ConfigError: one names ids outside the vocabulary.
-    """
-    stop: dict[int, None] = {}
-    for name in ("config.json", "generation_config.json"):
-        file = folder / name
-        if not file.is_file():
-            continue
-        try:
-            eos_ids = read_json_object(file).get("eos_token_id")
-        except (OSError, ValueError) as error:
-            raise ConfigError([f"--checkpoint: {error}"]) from None
-        ids = eos_ids if isinstance(eos_ids, list) else [] if eos_ids is None else [eos_ids]
-        invalid_ids = [i for i in ids if type(i) is not int or not 0 <= i < vocab_size]
-        # transformers writes defaults of its classes there, which small vocabularies lack
-        if invalid_ids and name == "config.json":
-            raise ConfigError([f"--checkpoint: {file}: eos_token_id must be ids of the vocabulary"])
-        stop |= dict.fromkeys(i for i in ids if i not in invalid_ids)
-    return tuple(stop)
 
 
 def open_tokenizer(source: ModelSource, assets: str | None) -> Tokenizer:
@@ -166,7 +144,10 @@ def open_tokenizer(source: ModelSource, assets: str | None) -> Tokenizer:
     """
     try:
         tokenizer = build_tokenizer(
-            assets or source.assets, source.make_tokenizer, source.end_of_document
+            assets or source.assets,
+            source.make_tokenizer,
+            source.end_of_document,
+            source.chat_template,
         )
     except UserError as error:
         raise ConfigError([str(error).replace("model.hf_assets_path", "--assets")]) from None
@@ -184,6 +165,7 @@ def open_tokenizer(source: ModelSource, assets: str | None) -> Tokenizer:
         )
     if problem:
         raise ConfigError([f"--assets: {problem}"])
+    tokenizer.stop_ids += tuple(source.ends)
     return tokenizer
 
 
@@ -238,6 +220,6 @@ def load(
         rows=rows,
         max_seq_len=max_seq_len,
         vocab_size=tokenizer.vocab_size,
-        stop=(*tokenizer.ends, *tokenizer.stop_ids, *source.stop),
+        stop=tokenizer.all_ends,
         mesh=mesh,
     )

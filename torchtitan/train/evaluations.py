@@ -107,7 +107,7 @@ class WriteSamples(Evaluation):
                 prompts[first : first + probe.batch],
                 lambda texts: probe.next_logits(texts, tokenizer.vocab_size),
                 generator.SamplingSettings(temperature=config.temperature, seed=config.seed),
-                stop=[*tokenizer.ends, *tokenizer.stop_ids],
+                stop=tokenizer.all_ends,
                 max_new_tokens=config.max_new_tokens,
                 max_seq_len=probe.max_seq_len,
                 device=run.device,

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan.checkpoint import Checkpointer
+from torchtitan.checkpoint.format.manifest import Manifest
+from torchtitan.checkpoint.hf.opening import HFModel
 from torchtitan.checkpoint.hf.weights import load_hf
 from torchtitan.data.read.contents import FileLists
 from torchtitan.health.guard import UpdateGuard
@@ -91,17 +93,26 @@ def restore(checkpointer: Checkpointer, state: RunState) -> None:
     engine = state.engine
     config = engine.config
     section = config.checkpoint
+    origin: Manifest | HFModel | None = None
     if checkpoint := checkpointer.resume():
+        origin = checkpoint.manifest
         state.load(checkpoint.train_state, set(section.exclude_from_loading), checkpoint.data_files)
         if changes := changed_settings(checkpoint.manifest.model_dump(), checkpointer.run_info):
             logger.info(f"Changed since step {checkpoint.step}: {', '.join(changes)}")
     elif section.enable and section.initial_load_in_hf:
         folder = hf_weights_folder(config)
-        notes = load_hf(engine.models, folder, engine.setup.spec, engine.setup.args)
-        logger.info(". ".join([f"Starting from the Hugging Face weights in {folder}", *notes]))
+        origin = load_hf(engine.models, folder, engine.setup.spec, engine.setup.args)
+        start = f"Starting from the Hugging Face weights in {folder}"
+        logger.info(". ".join([start, *origin.notes]))
     elif section.enable and section.initial_load_path:
-        if initial := checkpointer.load_initial(storage_path(section.initial_load_path)):
+        initial = checkpointer.load_initial(storage_path(section.initial_load_path))
+        origin = initial.manifest
+        if not section.initial_load_model_only:
             state.load(initial.train_state, set(), initial.data_files)
         logger.info(f"Starting from {section.initial_load_path}")
     else:
         logger.info(f"Starting from scratch, seed {config.debug.seed}")
+    if origin:
+        tokenizer = engine.setup.tokenizer
+        tokenizer.stop_ids += tuple(origin.ends)
+        checkpointer.run_info |= {"ends": tokenizer.all_ends, "generation": origin.generation}

@@ -43,6 +43,7 @@ def describe_run(config: Config, setup: Setup, data: DataFingerprint) -> dict[st
         "git": git_revision() if dist.get_rank() == 0 else None,
         "ranks": dist.get_world_size(),
         "data": data.model_dump() | mixture,
+        "ends": setup.tokenizer.all_ends,
         "config": to_toml(config),
     }
 

@@ -142,6 +142,10 @@ class CheckpointInfo(Strict):
     ranks: NonNegativeInt | None = None
     data: dict[str, Any]
     """Fingerprint of the training data."""
+    ends: list[Count] = Field(default_factory=list)
+    """Tokens that end a generated text."""
+    generation: dict[str, Any] = Field(default_factory=dict)
+    """The other entries of `generation_config.json` in the folder that the weights come from."""
     config: Annotated[str, AfterValidator(_configuration)]
     """The run's configuration as TOML."""
     train_state: TrainState | None

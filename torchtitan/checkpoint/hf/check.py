@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.checkpoint.hf.opening import meta_model, open_hf
-from torchtitan.checkpoint.hf.tokenizer import differing_text, file_problem, is_built_in
+from torchtitan.checkpoint.hf.tokenizer import differing_text, file_problem
 from torchtitan.data.encode.tokenizer import Tokenizer
 from torchtitan.models import ModelSpec, hf_map
 from torchtitan.models.args import DecoderArgs
@@ -41,12 +41,16 @@ def check_tokenizer_file(folder: Path, tokenizer: Tokenizer | None) -> None:
     Raises:
         CheckpointError: the folder's tokenizer gives other ids than training sees.
     """
-    if (
-        tokenizer is not None
-        and is_built_in(tokenizer)
-        and (problem := file_problem(tokenizer, folder))
-    ):
+    if tokenizer is None or not _is_written(folder, tokenizer):
+        return
+    if problem := file_problem(tokenizer, folder):
         raise CheckpointError(f"tokenizer.json gives other ids than training: {problem}")
+
+
+def _is_written(folder: Path, tokenizer: Tokenizer) -> bool:
+    """Whether the export writes `tokenizer.json`; a registered tokenizer's files are copied."""
+    built_in = type(tokenizer).__module__.startswith("torchtitan.data.encode.")
+    return built_in and (folder / "tokenizer.json").is_file()
 
 
 def compare(
@@ -187,14 +191,23 @@ def _our_logits(
 def _tokenizer_note(folder: Path, kind: str, tokenizer: Tokenizer | None) -> str:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    if tokenizer is None or not (folder / "tokenizer.json").is_file():
-        return "Token ids not compared: the export has no tokenizer.json"
-    loaded = AutoTokenizer.from_pretrained(folder)
-    problem = differing_text(tokenizer, lambda text: loaded(text)["input_ids"])
+    if tokenizer is None:
+        return "Token ids not compared: the export has no tokenizer"
+    is_written = _is_written(folder, tokenizer)
+    try:
+        loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        problem = differing_text(tokenizer, lambda text: loaded(text)["input_ids"])
+    except Exception as error:  # it fails in any way on files that it doesn't know
+        if is_written:
+            raise
+        problem = f"{type(error).__name__}: {brief(str(error))}"
     if problem is None:
         return "Token ids: AutoTokenizer of transformers gives those of training"
-    if not is_built_in(tokenizer):
-        return f"Token ids: transformers doesn't know {tokenizer.name}; it gives others: {problem}"
+    if not is_written:
+        return (
+            f"Warning: AutoTokenizer of transformers can't give the token ids of {tokenizer.name}: "
+            f"{problem}"
+        )
     generic = PreTrainedTokenizerFast.from_pretrained(folder)
     if differing_text(tokenizer, lambda text: generic(text)["input_ids"]) is None:
         # transformers 5 builds the tokenizer of some types of models, such as qwen2, without

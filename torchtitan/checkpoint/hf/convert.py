@@ -80,6 +80,8 @@ def to_hf(
         build_tokenizer, assets or recorded, make, text("end_of_document"), text("chat_template")
     )
     tokenizer = _tokenizer(build, required=assets is not None)
+    if tokenizer:
+        tokenizer.stop_ids += tuple(manifest.ends)
     export = HFExport(
         step,
         target,
@@ -146,6 +148,8 @@ def from_hf(
         versions=versions(),
         model={"name": spec.name, **args.model_dump()},
         data={},
+        ends=model.ends,
+        generation=model.generation,
         config=text,
         train_state=None,
     )

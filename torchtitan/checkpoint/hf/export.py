@@ -24,7 +24,7 @@ from torchtitan.checkpoint.commit import (
 from torchtitan.checkpoint.format.manifest import read_manifest
 from torchtitan.checkpoint.hf import check as hf_check
 from torchtitan.checkpoint.hf.folder import batches
-from torchtitan.checkpoint.hf.opening import meta_model
+from torchtitan.checkpoint.hf.opening import GENERATION, meta_model
 from torchtitan.checkpoint.hf.pieces import HFTensor, arrange, blocks, full_box
 from torchtitan.checkpoint.hf.tensors import DTYPES, Box, FileTensor, OpenSafetensors, shape_of
 from torchtitan.checkpoint.hf.tokenizer import write_tokenizer
@@ -97,6 +97,7 @@ class HFExport:
             self.world = dist.get_world_size()
         self.target = temporary_folder(folder)
         self.reader = Reader(source)
+        self.manifest = read_manifest(source)
         metadata = self.reader.read_metadata().state_dict_metadata
         self.names = self.hf.names(args)
         self._averaged = averaged
@@ -208,16 +209,16 @@ class HFExport:
             file_of = {name: file for file, names in self.files.items() for name in names}
             index = {"metadata": total, "weight_map": file_of}
             write_json(self.target / "model.safetensors.index.json", index)
-        special: dict[str, int | list[int] | None] = {}
+        generation = self.manifest.generation
+        bos = generation.get("bos_token_id")
+        ends = self.manifest.ends
         if tokenizer := self.tokenizer:
-            ends = list(dict.fromkeys([*tokenizer.ends, *tokenizer.stop_ids]))
-            special = {
-                "bos_token_id": tokenizer.bos_id,
-                "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),
-            }
+            bos = bos if tokenizer.bos_id is None else tokenizer.bos_id
+            ends = tokenizer.all_ends
             write_tokenizer(tokenizer, self.target, self.args.max_seq_len)
-        sampling = {"do_sample": True, "temperature": 0.6, "top_p": 0.9}
-        write_json(self.target / "generation_config.json", sampling | special)
+        eos = ends if len(ends) > 1 else next(iter(ends), None)
+        special = {"bos_token_id": bos, "eos_token_id": eos}
+        write_json(self.target / GENERATION, generation | special)
         config = self.hf.config(self.args, str(self.dtype).removeprefix("torch."))
         write_json(self.target / "config.json", config | special)
 

@@ -2,6 +2,7 @@
 that start from a folder, generation and evaluation all open it here.
 """
 
+import json
 import re
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
@@ -17,7 +18,9 @@ from torchtitan.models import HFNames, ModelSpec, hf_map, spec_of_hf
 from torchtitan.models.hf.mapping import differing_settings
 from torchtitan.models.hf_names import hf_slices
 from torchtitan.utils.errors import CheckpointError
+from torchtitan.utils.formats import read_json_object
 
+GENERATION = "generation_config.json"
 HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
 _BUFFERS = "*rotary_emb.inv_freq"
@@ -33,6 +36,12 @@ class HFModel(NamedTuple):
     """Hyper-parameters, from `config.json`; `notes` has the exceptions."""
     notes: list[str]
     """Messages about differences from `config.json`, and about tensors that aren't read."""
+    ends: list[int]
+    """Every token that ends a text by `config.json` or `generation_config.json`: they may name
+    different tokens, such as the end of a turn and the end of a text.
+    """
+    generation: dict[str, Any]
+    """The other entries of `generation_config.json`."""
 
 
 def open_hf(folder: Path, spec: ModelSpec | None = None, run: Any = None) -> HFModel:
@@ -72,7 +81,30 @@ def open_hf(folder: Path, spec: ModelSpec | None = None, run: Any = None) -> HFM
     if ignored:
         more = _more(ignored, 1)
         notes.append(f"Not read, because the model has no place for it: {ignored[0]}{more}")
-    return HFModel(reader, spec, args if run is None else run, notes)
+    ends, generation = _read_generation(folder, config_args.vocab_size)
+    return HFModel(reader, spec, args if run is None else run, notes, ends, generation)
+
+
+def _read_generation(folder: Path, vocab_size: int) -> tuple[list[int], dict[str, Any]]:
+    """`ends` and `generation` of a folder.
+
+    Raises:
+        CheckpointError: a file can't be read.
+    """
+    ends: list[int] = []
+    for name in ("config.json", GENERATION):
+        file = folder / name
+        try:
+            content = read_json_object(file) if file.is_file() else {}
+            json.dumps(content, allow_nan=False)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(str(error)) from None
+        eos = content.pop("eos_token_id", None)
+        ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        # transformers writes defaults of its classes there, which small vocabularies lack
+        ends += [i for i in ids if type(i) is int and 0 <= i < vocab_size]
+    content.pop("transformers_version", None)
+    return list(dict.fromkeys(ends)), content
 
 
 # ---- hyper-parameters

@@ -1,12 +1,16 @@
 """The tokenizer of an export, written so that other programs get the same ids as training."""
 
+import base64
+import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, AnyStr
 
 from torchtitan.checkpoint.commit import write_json
 from torchtitan.data.encode.hugging_face import RANDOM
+from torchtitan.data.encode.sentencepiece_files import SentencePieceTokenizer
 from torchtitan.data.encode.special_tokens import CONFIG, MAP
 from torchtitan.data.encode.tokenizer import HuggingFaceTokenizer, TiktokenTokenizer, Tokenizer
 from torchtitan.data.encode.tokenizer_training import post_processor, tokenizer_config
@@ -23,16 +27,12 @@ TEXTS = (
 )
 """The texts on which tokenizers are compared."""
 _COPIED = (MAP, "chat_template.jinja", "chat_template.json")
-_BUILT_IN = (HuggingFaceTokenizer, TiktokenTokenizer)
-
-
-def is_built_in(tokenizer: Tokenizer) -> bool:
-    """Whether `write_tokenizer` creates the files; files of registered tokenizers are copied."""
-    return type(tokenizer) in _BUILT_IN
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
     """Write a tokenizer's files so that texts get the same ids as in training, begin-of-text first.
+
+    A registered tokenizer's files are copied, as is a SentencePiece model that can't be converted.
 
     Args:
         max_length: the model's maximum number of tokens.
@@ -40,19 +40,15 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None
     Raises:
         OSError, ValueError, UserError: the tokenizer's files can no longer be read.
     """
-    if not is_built_in(tokenizer):
+    content = _tokenizer_json(tokenizer)
+    if content is None:
         for path in tokenizer.files:
             _copy(path, folder)
         _name_the_end(tokenizer, folder)
         return
     assert tokenizer.path is not None
-    if isinstance(tokenizer, TiktokenTokenizer):
-        content = _tiktoken_json(tokenizer)
-    else:
-        assert isinstance(tokenizer, HuggingFaceTokenizer)
-        content = read_json_object(tokenizer.path)
-        content["added_tokens"] = [*content.get("added_tokens", []), *tokenizer.added]
-        content["model"] |= {name: None for name in RANDOM if name in content["model"]}
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        _copy(tokenizer.path, folder)  # for programs that prefer it
     config_file = tokenizer.path.with_name(CONFIG)
     settings = read_json_object(config_file) if config_file.is_file() else {}
     for path in (tokenizer.path.with_name(file) for file in _COPIED):
@@ -60,16 +56,27 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None
             (folder / path.name).write_bytes(path.read_bytes().removeprefix(BOM))
     if tokenizer.chat_template is not None:
         shutil.copyfile(tokenizer.chat_template, folder / "chat_template.jinja")
-    bos = _name(tokenizer, tokenizer.bos_id)
-    content |= {
-        "truncation": None,
-        "padding": None,
-        "post_processor": post_processor(bos, tokenizer.bos_id),
-    }
+    content |= {"truncation": None, "padding": None, "post_processor": _post_processor(tokenizer)}
     write_json(folder / "tokenizer.json", content)
-    config = tokenizer_config(settings, bos, _name(tokenizer, tokenizer.eos_id), max_length)
+    begin, end = (_name(tokenizer, id) for id in (tokenizer.bos_id, tokenizer.eos_id))
+    config = tokenizer_config(settings, begin, end, max_length)
     write_json(folder / CONFIG, config)
     _name_the_end(tokenizer, folder)
+
+
+def _tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any] | None:
+    """`tokenizer.json` of a built-in tokenizer; None if its files are copied."""
+    if type(tokenizer) is TiktokenTokenizer:
+        return _tiktoken_json(tokenizer)
+    if type(tokenizer) is SentencePieceTokenizer:
+        return _sentencepiece_json(tokenizer)
+    if type(tokenizer) is not HuggingFaceTokenizer:
+        return None
+    assert tokenizer.path is not None
+    content = read_json_object(tokenizer.path)
+    content["added_tokens"] = [*content.get("added_tokens", []), *tokenizer.added]
+    content["model"] |= {name: None for name in RANDOM if name in content["model"]}
+    return content
 
 
 def _name_the_end(tokenizer: Tokenizer, folder: Path) -> None:
@@ -91,8 +98,13 @@ def _name(tokenizer: Tokenizer, id: int | None) -> str | None:
     return tokenizer.decode([id])
 
 
+def _post_processor(tokenizer: Tokenizer) -> dict[str, Any] | None:
+    return post_processor(_name(tokenizer, tokenizer.bos_id), tokenizer.bos_id)
+
+
 def _copy(path: Path, folder: Path) -> None:
-    with path.open("rb") as original, (folder / path.name).open("wb") as copy:
+    name = "tokenizer.model" if ".model.v" in path.name else path.name  # as transformers reads it
+    with path.open("rb") as original, (folder / name).open("wb") as copy:
         shutil.copyfileobj(original, copy)
 
 
@@ -101,23 +113,8 @@ def _tiktoken_json(tokenizer: TiktokenTokenizer) -> dict[str, Any]:
     characters = _byte_characters()
     ranks = tokenizer.ranks
     spelling = {token: "".join(characters[byte] for byte in token) for token in ranks}
-    merges = []
-    for token in sorted(ranks, key=ranks.__getitem__):
-        cuts = ((token[:i], token[i:]) for i in range(1, len(token)))
-        pairs = [(head, tail) for head, tail in cuts if head in ranks and tail in ranks]
-        merges += [
-            [spelling[head], spelling[tail]]
-            for head, tail in sorted(pairs, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
-        ]
     special = tokenizer.special
     form = tokenizer.spec.normal_form
-    flags = {
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
-        "special": True,
-    }
     byte_level = {
         "type": "ByteLevel",
         "add_prefix_space": False,
@@ -135,8 +132,7 @@ def _tiktoken_json(tokenizer: TiktokenTokenizer) -> dict[str, Any]:
         "truncation": None,
         "padding": None,
         "added_tokens": [
-            {"id": id, "content": name, **flags}
-            for name, id in sorted(special.items(), key=lambda item: item[1])
+            _added_token(id, name) for name, id in sorted(special.items(), key=lambda item: item[1])
         ],
         "normalizer": form and {"type": form},
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
@@ -152,9 +148,90 @@ def _tiktoken_json(tokenizer: TiktokenTokenizer) -> dict[str, Any]:
             "byte_fallback": False,
             "ignore_merges": True,
             "vocab": {spelling[token]: rank for token, rank in ranks.items()},
-            "merges": merges,
+            "merges": [[spelling[head], spelling[tail]] for head, tail in _merges(ranks)],
         },
     }
+
+
+def _added_token(id: int, name: str, *, special: bool = True) -> dict[str, Any]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": id, "content": name, **flags, "special": special}
+
+
+def _merges(ranks: Mapping[AnyStr, float]) -> Iterator[tuple[AnyStr, AnyStr]]:
+    """Every split of a token into two tokens, those of low rank first."""
+    for token in sorted(ranks, key=ranks.__getitem__):
+        cuts = ((token[:i], token[i:]) for i in range(1, len(token)))
+        pairs = [(head, tail) for head, tail in cuts if head in ranks and tail in ranks]
+        yield from sorted(pairs, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+
+
+def _sentencepiece_json(tokenizer: SentencePieceTokenizer) -> dict[str, Any] | None:
+    """`tokenizer.json` for a SentencePiece model; None if the library `protobuf` is missing, or the
+    ids would differ.
+    """
+    from tokenizers import Tokenizer as Backend
+
+    try:
+        format = import_module("sentencepiece.sentencepiece_model_pb2")
+    except Exception:  # without protobuf, or with an old one
+        return None
+    proto = format.ModelProto.FromString(tokenizer.backend.serialized_model_proto())
+    training, normalization = proto.trainer_spec, proto.normalizer_spec
+    pieces = list(enumerate(proto.pieces))
+    normal = {piece.piece: -piece.score for _, piece in pieces if piece.type == piece.NORMAL}
+    model = {"byte_fallback": training.byte_fallback}
+    if training.model_type == training.UNIGRAM:
+        vocabulary = [[piece.piece, piece.score] for _, piece in pieces]
+        model |= {"type": "Unigram", "unk_id": training.unk_id, "vocab": vocabulary}
+    else:
+        model |= {
+            "type": "BPE",
+            "unk_token": training.unk_piece,
+            "fuse_unk": True,
+            "vocab": {piece.piece: id for id, piece in pieces},
+            "merges": list(_merges(normal)),
+        }
+    steps: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+    ]
+    if normalization.add_dummy_prefix:
+        steps.insert(0, {"type": "Prepend", "prepend": "\u2581"})
+    if normalization.remove_extra_whitespaces:
+        blanks = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}
+        strip = {"type": "Strip", "strip_left": True, "strip_right": True}
+        steps = [strip, blanks, *steps]
+    if charsmap := normalization.precompiled_charsmap:
+        mapping = base64.b64encode(charsmap).decode()
+        steps.insert(0, {"type": "Precompiled", "precompiled_charsmap": mapping})
+    decoders: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if normalization.add_dummy_prefix:
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    content = {
+        "version": "1.0",
+        "added_tokens": [
+            _added_token(id, piece.piece, special=piece.type != piece.USER_DEFINED)
+            for id, piece in pieces
+            if piece.type in (piece.UNKNOWN, piece.CONTROL, piece.USER_DEFINED)
+        ],
+        "normalizer": {"type": "Sequence", "normalizers": steps},
+        "pre_tokenizer": None,
+        "post_processor": _post_processor(tokenizer),
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": model,
+    }
+    try:
+        backend = Backend.from_str(json.dumps(content))
+    except Exception:  # an unusual model
+        return None
+    symbols = [f"a{piece.piece}b" for _, piece in pieces if piece.type == piece.USER_DEFINED]
+    texts = (*TEXTS, *symbols[:1])
+    problem = differing_text(tokenizer, lambda text: backend.encode(text).ids, texts)
+    return content if problem is None else None
 
 
 def _byte_characters() -> list[str]:
@@ -164,9 +241,11 @@ def _byte_characters() -> list[str]:
     return [chr(byte if byte in printable else next(spare)) for byte in range(256)]
 
 
-def differing_text(tokenizer: Tokenizer, encode: Callable[[str], list[int]]) -> str | None:
+def differing_text(
+    tokenizer: Tokenizer, encode: Callable[[str], list[int]], texts: Sequence[str] = TEXTS
+) -> str | None:
     """A description of the first text that `encode` gives other ids than training, or None."""
-    for text in TEXTS:
+    for text in texts:
         try:
             expected = tokenizer.encode(text, bos=True)
         except UserError:  # not every vocabulary has all characters

@@ -16,16 +16,13 @@ from torchtitan.models import ModelSpec
 from torchtitan.models.hf_names import parameters_of
 
 
-def load_hf(models: Sequence[nn.Module], folder: Path, spec: ModelSpec, args: Any) -> list[str]:
+def load_hf(models: Sequence[nn.Module], folder: Path, spec: ModelSpec, args: Any) -> HFModel:
     """Fill the weights of a model, or of this rank's pipeline stages, from a folder of safetensors.
 
     Buffers that Hugging Face's format lacks stay as they are.
 
     Args:
         args: hyper-parameters of the whole model.
-
-    Returns:
-        Messages about differences from `config.json`, and about tensors that aren't read.
 
     Raises:
         UserError: the folder is damaged or holds another model, or a weight is missing, unknown, of
@@ -36,7 +33,7 @@ def load_hf(models: Sequence[nn.Module], folder: Path, spec: ModelSpec, args: An
     extra_buffers = {name for model in models for name, _ in model.named_buffers()} - names.keys()
     state = model_state(models)
     source.reader.load({n: value for n, value in state.items() if n not in extra_buffers})
-    return source.notes
+    return source
 
 
 def import_hf(source: HFModel, target: Path, info: CheckpointInfo) -> int:

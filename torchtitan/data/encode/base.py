@@ -92,7 +92,7 @@ class Tokenizer(ABC):
     eos_id: int | None
     """The token that ends documents; None: they follow each other without one."""
     stop_ids: tuple[int, ...] = ()
-    """Tokens that end a generated text, in addition to `eos_id`."""
+    """Tokens that end a generated text, in addition to `eos_id`, such as the end of a turn."""
     notes: tuple[str, ...] = ()
     """Remarks about the tokenizer's files, for the log of a start."""
     path: Path | None = None
@@ -141,6 +141,11 @@ class Tokenizer(ABC):
     def ends(self) -> list[int]:
         """The ids after a document's text: `eos_id`, if there is one."""
         return [] if self.eos_id is None else [self.eos_id]
+
+    @property
+    def all_ends(self) -> list[int]:
+        """Every token that ends a generated text, `eos_id` first."""
+        return list(dict.fromkeys([*self.ends, *self.stop_ids]))
 
     def end_for(self, key: str) -> int:
         """`eos_id`, which `key` requires.

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from torchtitan.data.encode.chat_template import BREAK, END, MARKS, START, ChatTemplate
 from torchtitan.data.encode.tokenizer import (
     CONTINUES,
+    PLAIN,
     UNPREDICTED,
     HuggingFaceTokenizer,
     Tokenizer,
@@ -57,7 +58,11 @@ class Rendered(NamedTuple):
 
 
 class Chat:
-    """Checks, renders and encodes conversations; readers use it like a tokenizer."""
+    """Checks, renders and encodes conversations; readers use it like a tokenizer.
+
+    From then on, the token that ends the assistant's turn also ends the tokenizer's generated
+    texts (`stop_ids`).
+    """
 
     def __init__(self, tokenizer: Tokenizer, key: str):
         """
@@ -96,6 +101,18 @@ class Chat:
         self._starts = {name[:size] for name in self.special for size in range(1, len(name))}
         self._longest = max(map(len, self.special), default=0)
         self._last: tuple[str, Rendered] | None = None
+        tokenizer.stop_ids += self._end_of_turn()
+
+    def _end_of_turn(self) -> tuple[int, ...]:
+        """The token that ends the assistant's last turn; nothing if the loss doesn't teach one."""
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+        try:
+            ids = self.encode(self.document(turns))
+        except (BadDocument, UserError):  # documents will fail, too, or the template is particular
+            return ()
+        end = int(ids[ids < UNPREDICTED][-1]) & PLAIN
+        special = {self.tokenizer.backend.token_to_id(name) for name in self.special}
+        return (end,) if end in special else ()
 
     @cached_property
     def _backend(self) -> Any:
@@ -145,12 +162,29 @@ class Chat:
         )
         return len(rendered.text.encode()) - sum(len(token.encode()) for token in special)
 
-    def _render(self, messages: Messages) -> Rendered:
+    def prompt(self, value: Any) -> tuple[str, list[int]]:
+        """A list of messages up to the assistant's next turn, as text and ids.
+
+        Raises:
+            BadDocument: it is no conversation, ends with the assistant's turn, or the template
+                refuses it.
+        """
+        messages = _messages(value)
+        if messages[-1]["role"] == "assistant":
+            raise BadDocument("answered", "the last message is already the assistant's")
+        marked = self._marked_messages(messages)
+        rendered = _without_marks(self.template.render(marked, prompt=True))
+        return rendered.text, self._ids(rendered)[0]
+
+    def _marked_messages(self, messages: Messages) -> Messages:
         literal = self._literal_in_assistant
-        marked = [
+        return [
             self._marked(message, literal if message["role"] == "assistant" else self._tokens)
             for message in messages
         ]
+
+    def _render(self, messages: Messages) -> Rendered:
+        marked = self._marked_messages(messages)
         if self.template.marks_turns:
             full_text = self.template.render(marked)
         else:
@@ -174,7 +208,7 @@ class Chat:
         position = 0
         for i, message in enumerate(messages):
             if message["role"] == "assistant":
-                before = self.template.render(messages[:i], prompt=True)
+                before = self._before(messages, i, full_text)
                 after = self.template.render(messages[: i + 1])
                 after = after[: len(after) - len(always)]
                 if not (full_text.startswith(after) and after.startswith(before)):
@@ -188,6 +222,14 @@ class Chat:
                 ]
                 position = end
         return "".join([*chunks, full_text[position:]])
+
+    def _before(self, messages: Messages, i: int, full_text: str) -> str:
+        """The text before the assistant's turn i, with the prompt for it."""
+        if i:
+            return self.template.render(messages[:i], prompt=True)
+        # Templates look at the first message, so none renders an empty conversation reliably.
+        prompt = self.template.render(messages, prompt=True).removeprefix(full_text)
+        return full_text.partition(prompt)[0] + prompt if prompt else ""
 
     def _always(self, messages: Messages, full_text: str) -> str:
         """The prompt for the assistant, if the template puts it behind every conversation."""
@@ -203,9 +245,10 @@ class Chat:
     def _with_turns_after_prompts(self, messages: Messages, full_text: str) -> str:
         """`_with_turns` of a template that renders turns differently once others follow."""
         first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
-        before = self.template.render(messages[:first]) if first else ""
-        prompted = self.template.render(messages[:first], prompt=True)
-        if not first or not prompted.startswith(before):
+        some = messages[:first] or messages
+        before = self.template.render(some)
+        prompted = self.template.render(some, prompt=True)
+        if not prompted.startswith(before):
             raise UserError(self.template.not_by_prefixes)
         turns = turns_after_prompts(full_text, prompted[len(before) :], self._tokens)
         roles = [role for role, _ in groupby(message["role"] for message in messages)]
@@ -245,27 +288,34 @@ class Chat:
             UserError: the tokenizer fails on this text.
         """
         conversation = self.rendered(text)
-        tokenizer = self.tokenizer
-        ids: list[int] = []
-        spans: list[NDArray[np.int64]] = []
-        for begin, end, special in self._pieces(conversation):
-            backend = tokenizer.reading_special_tokens if special else self._backend
-            with rust_errors(self.tokenizer.name, "can't encode a conversation"):
-                encoding = backend.encode(conversation.text[begin:end], add_special_tokens=False)
-            ids += encoding.ids
-            spans.append(np.asarray(encoding.offsets, np.int64).reshape(-1, 2) + begin)
-        first, after = np.concatenate(spans).T
+        ids, spans = self._ids(conversation)
+        first, after = spans.T
         predicted = np.zeros(len(ids), bool)
         for begin, end in conversation.turns:
             predicted |= (first < end) & (after > begin)
-        bos = self.tokenizer.bos_id
-        before = [bos] if bos is not None and ids[:1] != [bos] else []
-        behind = [self.end] if ids[-1:] != [self.end] else []
-        predicted = np.pad(predicted, (len(before), len(behind)))
-        document = np.asarray([*before, *ids, *behind], np.int64)
+        if ids[-1:] != [self.end]:
+            ids.append(self.end)
+            predicted = np.append(predicted, False)
+        document = np.asarray(ids, np.int64)
         continues = document == self.end
         continues[-1] = False
         return flagged(flagged(document, UNPREDICTED, ~predicted), CONTINUES, continues)
+
+    def _ids(self, rendered: Rendered) -> tuple[list[int], NDArray[np.int64]]:
+        """The ids of a text, begin-of-text first, and the first character and end of each."""
+        ids: list[int] = []
+        spans: list[NDArray[np.int64]] = []
+        for begin, end, special in self._pieces(rendered):
+            backend = self.tokenizer.reading_special_tokens if special else self._backend
+            with rust_errors(self.tokenizer.name, "can't encode a conversation"):
+                encoding = backend.encode(rendered.text[begin:end], add_special_tokens=False)
+            ids += encoding.ids
+            spans.append(np.asarray(encoding.offsets, np.int64).reshape(-1, 2) + begin)
+        bos = self.tokenizer.bos_id
+        if bos is not None and ids[:1] != [bos]:
+            ids.insert(0, bos)
+            spans.insert(0, np.zeros((1, 2), np.int64))
+        return ids, np.concatenate(spans)
 
     def _pieces(self, rendered: Rendered) -> Iterator[tuple[int, int, bool]]:
         """Pieces of a text: first character, end, and whether to read special tokens there.
@@ -322,10 +372,22 @@ def _without_marks(text: str) -> Rendered:
 
 
 def _checked(value: Any) -> list[dict[str, Any]]:
-    """A conversation, without keys that are null: columns of tables have all keys in all messages.
+    """As `_messages`.
 
     Raises:
         BadDocument: it is no conversation, or has no turn of the assistant.
+    """
+    messages = _messages(value)
+    if not any(message["role"] == "assistant" for message in messages):
+        raise BadDocument("no assistant turn", 'no message has the role "assistant"')
+    return messages
+
+
+def _messages(value: Any) -> list[dict[str, Any]]:
+    """A conversation, without keys that are null: columns of tables have all keys in all messages.
+
+    Raises:
+        BadDocument: it is no conversation.
     """
     if not isinstance(value, list) or not value:
         what = "an empty list" if value == [] else type(value).__name__
@@ -348,8 +410,6 @@ def _checked(value: Any) -> list[dict[str, Any]]:
                 "be trained on: join a list of text parts ahead, images are not supported",
             )
         messages.append({key: _plain(entry) for key, entry in message.items() if entry is not None})
-    if not any(message["role"] == "assistant" for message in messages):
-        raise BadDocument("no assistant turn", 'no message has the role "assistant"')
     return messages
 
 

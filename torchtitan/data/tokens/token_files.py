@@ -60,6 +60,8 @@ class _Meta(BaseModel):
     """Ids of each of the rows that documents were packed into; None: they follow one another."""
     end_of_document: int | None = None
     """The id that ends documents, if the writer recorded it."""
+    stop_ids: list[int] = []
+    """Ids that end an answer in conversations, beside the end of a document."""
     hash: str = Field("", pattern=r"^[0-9a-f]{0,64}$")
     """Hash of the token file, from its writer."""
 
@@ -147,6 +149,7 @@ class TokenFiles:
             hashes.append(meta.hash)
             dtypes.add(meta.dtype)
             file_of_length.setdefault(meta.packed, file)
+            tokenizer.stop_ids += tuple(meta.stop_ids)
             if meta.tokens > 1:
                 self.files.append((stamp, start, np.dtype(name), bool(flags), meta.tokens))
         if undescribed := sum(not file.with_suffix(".json").exists() for file in files):
