@@ -9,6 +9,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests import families
+from tests.chats import write_tokenizer
 from tests.runs import arguments, train
 from torchtitan.commands import generate as command
 from torchtitan.inference import load as sources
@@ -264,6 +265,38 @@ def test_one_prompt_streams_and_several_are_separated(run, capsys, tmp_path):
     out = generate_text(capsys, *ask, "--prompts-file", tmp_path / "prompts", "--batch-size=1")[1]
     assert out.startswith(f"def{expected}\n---")
     assert "\nclass A:" in out
+    assert out.count("-" * 20) == 3, "a text for each line"
+
+
+def test_prompts_with_line_breaks_and_a_full_context(run, capsys, tmp_path):
+    write_tokenizer(tmp_path / "chat")
+    lines = ["def\n", [{"role": "user", "content": "a?"}]]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    ask = [f"--checkpoint={run}", f"--prompts-file={file}", "--max-new-tokens=99", "--json"]
+    (tmp_path / "no.jsonl").write_text('"a"\nb\n')
+    assert (
+        "no.jsonl, line 2: Expecting value"
+        in generate_text(capsys, *ask[:1], f"--prompts-file={tmp_path / 'no.jsonl'}")[2]
+    )
+    assert "prompt 2: " in generate_text(capsys, *ask)[2], "no chat template"
+    assets = f"--assets={tmp_path / 'chat'}"
+    assert (
+        "prompt 2 has the token 2049, which is not in the model's"
+        in generate_text(capsys, *ask, assets)[2]
+    )
+    lines[1] = "x"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    status, out, err = generate_text(capsys, *ask)
+    assert status == 0
+    rows = json.loads(out)["continuations"]
+    assert [row["prompt"] for row in rows] == lines
+    assert [row["end"] for row in rows] == ["context"] * 2
+    counts = [len(row["tokens"]) for row in rows]
+    assert err.startswith(
+        "Ended at 32 tokens, all that the model reads, before --max-new-tokens 99: "
+        f"prompt 1 after {counts[0]} tokens, prompt 2 after {counts[1]} tokens\n"
+    )
 
 
 BAD = {

@@ -27,6 +27,8 @@ from torchtitan.data.encode.turns import any_of, end_of_turn, turns_after_prompt
 from torchtitan.data.read.opening import BadDocument
 from torchtitan.utils.errors import UserError
 
+GREETING = [{"role": "assistant", "content": "Hello"}, *say("What?", "That.", "So")]
+
 
 def open_chat(folder, *args, **kwargs):
     return Chat(build_tokenizer(str(write_tokenizer(folder, *args, **kwargs))), "key")
@@ -58,8 +60,7 @@ def theirs(folder, messages):
 def test_ids_and_mask_are_those_of_transformers(tmp_path, pair):
     plain, marked = PAIRS[pair]
     chats = [open_chat(tmp_path / "a", plain), open_chat(tmp_path / "b", marked)]
-    greeting = [{"role": "assistant", "content": "Hello"}, *CHATS[0], *CHATS[0][:1]]
-    for messages in [*CHATS, greeting, greeting[:1]]:
+    for messages in [*CHATS, GREETING, GREETING[:1]]:
         expected = theirs(tmp_path / "b", messages)
         assert any(expected[1])
         for chat in chats:
@@ -339,7 +340,7 @@ def test_turns_of_templates_that_rewrite_them(tmp_path, name):
     """transformers reads the marks, which the plain template lacks."""
     plain, marked = REWRITING[name]
     chats = [open_chat(tmp_path / "a", plain), open_chat(tmp_path / "b", marked)]
-    for messages in CHATS[:3]:
+    for messages in [*CHATS[:3], GREETING]:
         expected = theirs(tmp_path / "b", messages)
         assert any(expected[1])
         for chat in chats:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tests.hf_folders import SHIPPED
 from torchtitan.commands import ckpt
 from torchtitan.config import resolve
 from torchtitan.config.registry import model_families
+from torchtitan.inference.load import find
 from torchtitan.models import get_spec
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError
@@ -77,6 +79,11 @@ def test_the_toml_describes_the_model(tmp_path, capsys, case):
     model = write_model(tmp_path / "hf", family, **overrides)
     assert convert(tmp_path) == 0
     assert "Train from it: torchtitan train" in capsys.readouterr().out
+    assert 'initial_load_path = "{here}/step-0"' in (tmp_path / "ours/train.toml").read_text()
+    shutil.rmtree(tmp_path / "hf")
+    (tmp_path / "ours").rename(tmp_path / "moved")  # with its TOML and tokenizer
+    assert Path(find(str(tmp_path / "moved")).assets) == tmp_path / "moved/tokenizer"
+    (tmp_path / "moved").rename(tmp_path / "ours")
     setup = settings(tmp_path)
     assert setup.spec.name == family
     built = setup.spec.build(setup.args, None)

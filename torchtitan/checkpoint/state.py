@@ -17,6 +17,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from torchtitan.checkpoint.format.manifest import Manifest, first_problem
 from torchtitan.checkpoint.load import Reader, load
+from torchtitan.config.load.toml_file import HERE
 from torchtitan.config.registry import import_custom
 from torchtitan.models import ModelSpec, get_spec
 from torchtitan.optim.ema import WeightAverage
@@ -220,7 +221,8 @@ def model_of(
     except ValidationError as error:
         problem = first_problem(error)
         raise DamageError(f"{step} is damaged: the model in its manifest: {problem}") from None
-    return spec, args, str(settings.get("model", {}).get("hf_assets_path", ""))
+    assets = str(settings.get("model", {}).get("hf_assets_path", ""))
+    return spec, args, assets.replace(HERE, str(step.parent))
 
 
 def check_averaged(step: Path, manifest: Manifest) -> None:

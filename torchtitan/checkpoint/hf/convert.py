@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -22,6 +23,7 @@ from torchtitan.checkpoint.state import check_averaged, check_matches_manifest, 
 from torchtitan.config.load.decode import load_config
 from torchtitan.config.load.extend import recorded_text, recorded_tokenizer
 from torchtitan.config.load.render import to_toml_value
+from torchtitan.config.load.toml_file import HERE
 from torchtitan.config.registry import import_custom
 from torchtitan.data.encode.tokenizer import Tokenizer, build_tokenizer, tokenizer_file
 from torchtitan.models import ModelSpec, get_spec
@@ -137,11 +139,17 @@ def from_hf(
     spec, args = model.spec, model.args
     file = Path(toml or Path(target.name if is_remote(target) else target) / "train.toml")
     step = step_folder(target, 0)
-    text = _recipe(source, step, spec, args, custom_import)
+    lacks_tokenizer = tokenizer_file(source) is None
+    assets = source if lacks_tokenizer or is_remote(target) else target / "tokenizer"
+    recipe = partial(_recipe, source.name, assets, step, spec, args, custom_import)
     with TemporaryDirectory() as folder:
         draft = Path(folder, file.name)
-        draft.write_text(text)
-        lacks_tokenizer = _check_recipe(draft, source, spec, args, check=check)
+        draft.write_text(recipe(file.parent))
+        _check_recipe(draft, source, spec, args, check=check)
+    if assets != source:
+        assets.mkdir(parents=True, exist_ok=True)
+        for path in build_tokenizer(str(source)).files:
+            shutil.copy(path, assets)
     info = CheckpointInfo(
         step=0,
         model_only=True,
@@ -150,12 +158,12 @@ def from_hf(
         data={},
         ends=model.ends,
         generation=model.generation,
-        config=text,
+        config=recipe(target),
         train_state=None,
     )
     count = import_hf(model, step, info)
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(file, text.encode())
+    write_whole(file, recipe(file.parent).encode())
     print(f"{source} -> {step}: {describe_model(spec, args)}, {count:,} parameters")
     for note in model.notes:
         print(note)
@@ -176,31 +184,28 @@ def from_hf(
 
 def _check_recipe(
     file: Path, source: Path, spec: ModelSpec, args: Any, check: Callable[[list[str]], object]
-) -> bool:
-    """Check that a run could start from the TOML once the checkpoint is written.
-
-    Returns:
-        Whether the folder lacks a tokenizer, so the user has to set another folder.
+) -> None:
+    """Check that a run could start from the TOML once the checkpoint is written, and the tokenizer
+    is set if the folder lacks one.
 
     Raises:
         ConfigError: it couldn't.
     """
-    argv = ["--config", str(file), f"--checkpoint.initial_load_path={source}"]
+    keys = ("checkpoint.initial_load_path", "model.hf_assets_path")
+    argv = ["--config", str(file), *(f"--{key}={source}" for key in keys)]
     model = load_config(argv).config.model
     recipe_args = spec.args(model.flavor, model.overrides, max_seq_len=args.max_seq_len)
     assert recipe_args == args, f"{file} describes another model: {recipe_args}, not {args}"
-    lacks_tokenizer = tokenizer_file(source) is None
     try:
         check(argv)
     except ConfigError as error:
         problems = [
             problem
             for problem in error.problems
-            if not (lacks_tokenizer and problem.startswith("model.hf_assets_path"))
+            if tokenizer_file(source) or not problem.startswith("model.hf_assets_path")
         ]
         if problems:
             raise ConfigError(problems) from None
-    return lacks_tokenizer
 
 
 def describe_model(spec: ModelSpec, args: Any) -> str:
@@ -233,18 +238,32 @@ def _override(value: Any) -> Any:
     return "none" if value is None else value
 
 
-def _recipe(source: Path, step: Path, spec: ModelSpec, args: Any, custom_import: str | None) -> str:
-    """The TOML of a run that starts from `step`."""
+def _recipe(
+    name: str,
+    assets: Path,
+    step: Path,
+    spec: ModelSpec,
+    args: Any,
+    custom_import: str | None,
+    folder: Path,
+) -> str:
+    """The TOML, in `folder`, of a run that starts from `step`."""
+
+    def portable(path: Path) -> str:
+        if is_remote(path):
+            return str(path)
+        inner = os.path.relpath(path, folder) if not is_remote(folder) else ".."
+        return os.path.abspath(path) if inner.startswith("..") else f"{HERE}/{inner}"
+
     flavor, overrides = nearest_flavor(spec, args)
-    checkpoint = str(step) if is_remote(step) else os.path.abspath(step)
     tables = {
         "experimental": {"custom_import": custom_import} if custom_import else {},
-        "model": {"name": spec.name, "flavor": flavor, "hf_assets_path": os.path.abspath(source)},
+        "model": {"name": spec.name, "flavor": flavor, "hf_assets_path": portable(assets)},
         "model.overrides": overrides,
-        "checkpoint": {"enable": True, "initial_load_path": checkpoint},
+        "checkpoint": {"enable": True, "initial_load_path": portable(step)},
     }
     text = "Add what differs from the defaults: data, batch, rate."
-    lines = [f"# Trains from the weights of {source.name}. {text}"]
+    lines = [f"# Trains from the weights of {name}. {text}"]
     for name, table in tables.items():
         if table:
             lines += ["", f"[{name}]"]

@@ -270,7 +270,7 @@ class Tokenizer(ABC):
         """The files that an export needs for using the tokenizer elsewhere."""
         if self.path is None:
             return []
-        names = ["tokenizer_config.json", "special_tokens_map.json"]
+        names = ["tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"]
         names += ["chat_template.jinja", "chat_template.json"]
         beside = [self.path.with_name(name) for name in names]
         return [self.path, *filter(Path.is_file, beside)]

@@ -208,7 +208,12 @@ class Chat:
         position = 0
         for i, message in enumerate(messages):
             if message["role"] == "assistant":
-                before = self._before(messages, i, full_text)
+                if i:
+                    before = self.template.render(messages[:i], prompt=True)
+                else:  # a template may look at the first message, so an empty list isn't rendered
+                    prompted = self.template.render(messages, prompt=True)
+                    prompt = always or prompted.removeprefix(full_text)
+                    before = full_text.partition(prompt)[0] + prompt if prompt else ""
                 after = self.template.render(messages[: i + 1])
                 after = after[: len(after) - len(always)]
                 if not (full_text.startswith(after) and after.startswith(before)):
@@ -222,14 +227,6 @@ class Chat:
                 ]
                 position = end
         return "".join([*chunks, full_text[position:]])
-
-    def _before(self, messages: Messages, i: int, full_text: str) -> str:
-        """The text before the assistant's turn i, with the prompt for it."""
-        if i:
-            return self.template.render(messages[:i], prompt=True)
-        # Templates look at the first message, so none renders an empty conversation reliably.
-        prompt = self.template.render(messages, prompt=True).removeprefix(full_text)
-        return full_text.partition(prompt)[0] + prompt if prompt else ""
 
     def _always(self, messages: Messages, full_text: str) -> str:
         """The prompt for the assistant, if the template puts it behind every conversation."""
