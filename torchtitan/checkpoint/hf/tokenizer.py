@@ -1,12 +1,12 @@
 """The tokenizer of an export, written so that other programs get the same ids as training."""
 
-import base64
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any, AnyStr
+from typing import Any
 
 from torchtitan.checkpoint.commit import write_json
 from torchtitan.data.encode.hugging_face import RANDOM
@@ -26,6 +26,8 @@ TEXTS = (
     "日本語のテキスト и кириллица 🙂🏽",
 )
 """The texts on which tokenizers are compared."""
+_SPACE = "\u2581"
+"""Stands for a space in SentencePiece's tokens."""
 _COPIED = (MAP, "chat_template.jinja", "chat_template.json")
 
 
@@ -69,7 +71,8 @@ def _tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any] | None:
     if type(tokenizer) is TiktokenTokenizer:
         return _tiktoken_json(tokenizer)
     if type(tokenizer) is SentencePieceTokenizer:
-        return _sentencepiece_json(tokenizer)
+        with suppress(Exception):  # an unusual model, or the library protobuf is missing or old
+            return _sentencepiece_json(tokenizer)
     if type(tokenizer) is not HuggingFaceTokenizer:
         return None
     assert tokenizer.path is not None
@@ -110,47 +113,21 @@ def _copy(path: Path, folder: Path) -> None:
 
 def _tiktoken_json(tokenizer: TiktokenTokenizer) -> dict[str, Any]:
     """`tokenizer.json` for a tiktoken file: every split of a token into two tokens is a merge."""
+    from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import Tokenizer as Backend
+
     characters = _byte_characters()
-    ranks = tokenizer.ranks
-    spelling = {token: "".join(characters[byte] for byte in token) for token in ranks}
-    special = tokenizer.special
-    form = tokenizer.spec.normal_form
-    byte_level = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": True,
-        "use_regex": False,
-    }
-    split = {
-        "type": "Split",
-        "pattern": {"Regex": tokenizer.spec.pattern},
-        "behavior": "Isolated",
-        "invert": False,
-    }
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            _added_token(id, name) for name, id in sorted(special.items(), key=lambda item: item[1])
-        ],
-        "normalizer": form and {"type": form},
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
-        "post_processor": None,
-        "decoder": byte_level | {"add_prefix_space": True, "use_regex": True},
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": True,
-            "vocab": {spelling[token]: rank for token, rank in ranks.items()},
-            "merges": [[spelling[head], spelling[tail]] for head, tail in _merges(ranks)],
-        },
-    }
+    ranks = {"".join(characters[b] for b in token): rank for token, rank in tokenizer.ranks.items()}
+    backend = Backend(models.BPE(ranks, _merges(ranks), ignore_merges=True))
+    if form := tokenizer.spec.normal_form:
+        backend.normalizer = getattr(normalizers, form)()
+    split = pre_tokenizers.Split(Regex(tokenizer.spec.pattern), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    backend.decoder = decoders.ByteLevel()
+    special = sorted(tokenizer.special.items(), key=lambda item: item[1])
+    added_tokens = [_added_token(id, name) for name, id in special]
+    return json.loads(backend.to_str()) | {"added_tokens": added_tokens}
 
 
 def _added_token(id: int, name: str, *, special: bool = True) -> dict[str, Any]:
@@ -158,77 +135,58 @@ def _added_token(id: int, name: str, *, special: bool = True) -> dict[str, Any]:
     return {"id": id, "content": name, **flags, "special": special}
 
 
-def _merges(ranks: Mapping[AnyStr, float]) -> Iterator[tuple[AnyStr, AnyStr]]:
+def _merges(ranks: Mapping[str, float]) -> list[tuple[str, str]]:
     """Every split of a token into two tokens, those of low rank first."""
+    merges = []
     for token in sorted(ranks, key=ranks.__getitem__):
         cuts = ((token[:i], token[i:]) for i in range(1, len(token)))
         pairs = [(head, tail) for head, tail in cuts if head in ranks and tail in ranks]
-        yield from sorted(pairs, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+        merges += sorted(pairs, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+    return merges
 
 
 def _sentencepiece_json(tokenizer: SentencePieceTokenizer) -> dict[str, Any] | None:
-    """`tokenizer.json` for a SentencePiece model; None if the library `protobuf` is missing, or the
-    ids would differ.
-    """
+    """`tokenizer.json` for a SentencePiece model; None if the ids would differ."""
+    from tokenizers import Regex, decoders, models, normalizers
     from tokenizers import Tokenizer as Backend
 
-    try:
-        format = import_module("sentencepiece.sentencepiece_model_pb2")
-    except Exception:  # without protobuf, or with an old one
-        return None
-    proto = format.ModelProto.FromString(tokenizer.backend.serialized_model_proto())
+    form = import_module("sentencepiece.sentencepiece_model_pb2").ModelProto
+    proto = form.FromString(tokenizer.backend.serialized_model_proto())
     training, normalization = proto.trainer_spec, proto.normalizer_spec
-    pieces = list(enumerate(proto.pieces))
-    normal = {piece.piece: -piece.score for _, piece in pieces if piece.type == piece.NORMAL}
-    model = {"byte_fallback": training.byte_fallback}
+    pieces = proto.pieces
     if training.model_type == training.UNIGRAM:
-        vocabulary = [[piece.piece, piece.score] for _, piece in pieces]
-        model |= {"type": "Unigram", "unk_id": training.unk_id, "vocab": vocabulary}
+        vocabulary = [(piece.piece, piece.score) for piece in pieces]
+        model: Any = models.Unigram(vocabulary, training.unk_id, training.byte_fallback)
     else:
-        model |= {
-            "type": "BPE",
-            "unk_token": training.unk_piece,
-            "fuse_unk": True,
-            "vocab": {piece.piece: id for id, piece in pieces},
-            "merges": list(_merges(normal)),
-        }
-    steps: list[dict[str, Any]] = [
-        {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
-    ]
-    if normalization.add_dummy_prefix:
-        steps.insert(0, {"type": "Prepend", "prepend": "\u2581"})
+        model = models.BPE(
+            {piece.piece: id for id, piece in enumerate(pieces)},
+            _merges({piece.piece: -piece.score for piece in pieces if piece.type == piece.NORMAL}),
+            unk_token=training.unk_piece,
+            fuse_unk=True,
+            byte_fallback=training.byte_fallback,
+        )
+    steps: list[Any] = []
+    if normalization.precompiled_charsmap:
+        steps.append(normalizers.Precompiled(normalization.precompiled_charsmap))
     if normalization.remove_extra_whitespaces:
-        blanks = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}
-        strip = {"type": "Strip", "strip_left": True, "strip_right": True}
-        steps = [strip, blanks, *steps]
-    if charsmap := normalization.precompiled_charsmap:
-        mapping = base64.b64encode(charsmap).decode()
-        steps.insert(0, {"type": "Precompiled", "precompiled_charsmap": mapping})
-    decoders: list[dict[str, Any]] = [
-        {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
-        {"type": "ByteFallback"},
-        {"type": "Fuse"},
-    ]
+        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    parts = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if normalization.add_dummy_prefix:
-        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    content = {
-        "version": "1.0",
+        steps.append(normalizers.Prepend(_SPACE))
+        parts.append(decoders.Strip(" ", 1))
+    backend = Backend(model)
+    backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
+    backend.decoder = decoders.Sequence(parts)
+    content = json.loads(backend.to_str()) | {
         "added_tokens": [
             _added_token(id, piece.piece, special=piece.type != piece.USER_DEFINED)
-            for id, piece in pieces
+            for id, piece in enumerate(pieces)
             if piece.type in (piece.UNKNOWN, piece.CONTROL, piece.USER_DEFINED)
         ],
-        "normalizer": {"type": "Sequence", "normalizers": steps},
-        "pre_tokenizer": None,
         "post_processor": _post_processor(tokenizer),
-        "decoder": {"type": "Sequence", "decoders": decoders},
-        "model": model,
     }
-    try:
-        backend = Backend.from_str(json.dumps(content))
-    except Exception:  # an unusual model
-        return None
-    symbols = [f"a{piece.piece}b" for _, piece in pieces if piece.type == piece.USER_DEFINED]
+    backend = Backend.from_str(json.dumps(content))
+    symbols = [f"a{piece.piece}b" for piece in pieces if piece.type == piece.USER_DEFINED]
     texts = (*TEXTS, *symbols[:1])
     problem = differing_text(tokenizer, lambda text: backend.encode(text).ids, texts)
     return content if problem is None else None
