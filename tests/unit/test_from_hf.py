@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from tests.hf_folders import SHIPPED
 from torchtitan.commands import ckpt
 from torchtitan.config import resolve
 from torchtitan.config.registry import model_families
-from torchtitan.inference.load import find
+from torchtitan.inference.load import find, open_tokenizer
 from torchtitan.models import get_spec
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError
@@ -82,7 +81,8 @@ def test_the_toml_describes_the_model(tmp_path, capsys, case):
     assert 'initial_load_path = "{here}/step-0"' in (tmp_path / "ours/train.toml").read_text()
     shutil.rmtree(tmp_path / "hf")
     (tmp_path / "ours").rename(tmp_path / "moved")  # with its TOML and tokenizer
-    assert Path(find(str(tmp_path / "moved")).assets) == tmp_path / "moved/tokenizer"
+    tokenizer = open_tokenizer(find(str(tmp_path / "moved")), None)
+    assert tokenizer.path == tmp_path / "moved/tokenizer/tokenizer.json"
     (tmp_path / "moved").rename(tmp_path / "ours")
     setup = settings(tmp_path)
     assert setup.spec.name == family

@@ -267,7 +267,7 @@ def test_a_quantized_cache_is_no_quantized_weight(tmp_path):
 def test_every_end_of_text_counts(tmp_path):
     write_model(tmp_path, "llama3", {"eos_token_id": 5})
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 7, 999999]}')
-    assert find(str(tmp_path)).ends == [5, 7]
+    assert open_hf(tmp_path).ends == [5, 7]
 
 
 def test_a_whole_model_beside_an_index_of_another_is_refused(tmp_path):

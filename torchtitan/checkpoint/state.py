@@ -5,7 +5,7 @@ Hyper-parameters (learning rate, weight decay, ...) are not included: they come 
 configuration, so changes take effect on resume.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,10 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from torchtitan.checkpoint.format.manifest import Manifest, first_problem
 from torchtitan.checkpoint.load import Reader, load
+from torchtitan.config.load.extend import recorded_tokenizer
 from torchtitan.config.load.toml_file import HERE
 from torchtitan.config.registry import import_custom
+from torchtitan.data.encode.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.models import ModelSpec, get_spec
 from torchtitan.optim.ema import WeightAverage
 from torchtitan.optim.optimizer import AnyOptimizer
@@ -191,8 +193,8 @@ def differences(state: State, reader: Reader) -> list[str]:
 
 def model_of(
     step: Path, manifest: Manifest, custom_import: str | None = None
-) -> tuple[ModelSpec, Any, str]:
-    """Family, hyper-parameters and tokenizer folder of a checkpoint's model.
+) -> tuple[ModelSpec, Any]:
+    """Family and hyper-parameters of a checkpoint's model.
 
     Args:
         custom_import: module that registers the family. The module in the checkpoint's
@@ -221,8 +223,28 @@ def model_of(
     except ValidationError as error:
         problem = first_problem(error)
         raise DamageError(f"{step} is damaged: the model in its manifest: {problem}") from None
-    assets = str(settings.get("model", {}).get("hf_assets_path", ""))
-    return spec, args, assets.replace(HERE, str(step.parent))
+    return spec, args
+
+
+def tokenizer_builder(step: Path, manifest: Manifest) -> Callable[[str | None], Tokenizer]:
+    """Opens the tokenizer of a checkpoint's run, or one of the same kind in another folder.
+
+    Raises:
+        UserError: it is registered by a module that isn't imported.
+    """
+    settings = manifest.settings()
+    make = recorded_tokenizer(settings, step)
+    section = settings.get("model", {})
+    texts = {key: value for key, value in section.items() if isinstance(value, str)}
+
+    def build(assets: str | None) -> Tokenizer:
+        folder = assets or texts.get("hf_assets_path", "").replace(HERE, str(step.parent))
+        end, template = map(texts.get, ("end_of_document", "chat_template"))
+        tokenizer = build_tokenizer(folder, make, end, template)
+        tokenizer.stop_ids += tuple(manifest.ends)
+        return tokenizer
+
+    return build
 
 
 def check_averaged(step: Path, manifest: Manifest) -> None:

@@ -20,9 +20,9 @@ from torchtitan.checkpoint.state import (
     check_matches_manifest,
     model_of,
     read_weights,
+    tokenizer_builder,
 )
 from torchtitan.config.load.decode import load_config
-from torchtitan.config.load.extend import recorded_text, recorded_tokenizer
 from torchtitan.config.registry import import_custom
 from torchtitan.config.sections.schema import Comm
 from torchtitan.data.encode.tokenizer import Tokenizer, build_tokenizer
@@ -47,20 +47,12 @@ class ModelSource:
     spec: ModelSpec
     args: Any
     """Hyper-parameters, without modules that predict further tokens in training."""
-    assets: str
-    """Folder of the tokenizer."""
+    build_tokenizer: Callable[[str | None], Tokenizer]
+    """Opens the tokenizer, or one of the same kind in another folder."""
     tokenizer: str | None = None
     """Fingerprint of the tokenizer in training; None if unknown."""
-    ends: Sequence[int] = ()
-    """Tokens that end a text, in addition to the tokenizer's own."""
     averaged: bool = False
     """Load the average of the weights."""
-    make_tokenizer: Callable[[Path], Tokenizer] | None = None
-    """Builds a registered tokenizer; None for the built-in kinds."""
-    end_of_document: str | None = None
-    """`model.end_of_document` in training."""
-    chat_template: str | None = None
-    """`model.chat_template` in training."""
 
 
 def find(path: str, custom_import: str | None = None, *, averaged: bool = False) -> ModelSource:
@@ -94,19 +86,15 @@ def find(path: str, custom_import: str | None = None, *, averaged: bool = False)
             f"{folder} is damaged: {fault}; choose an earlier step (torchtitan ckpt verify lists "
             "the intact ones)"
         )
-    spec, args, assets = model_of(folder, manifest, custom_import)
+    spec, args = model_of(folder, manifest, custom_import)
     return ModelSource(
         folder=folder,
         hugging_face=False,
         spec=spec,
         args=_for_inference(args),
-        assets=assets,
+        build_tokenizer=tokenizer_builder(folder, manifest),
         tokenizer=manifest.data.get("tokenizer"),
-        ends=manifest.ends,
         averaged=averaged,
-        make_tokenizer=recorded_tokenizer(manifest.settings(), folder),
-        end_of_document=recorded_text(manifest.settings(), "end_of_document"),
-        chat_template=recorded_text(manifest.settings(), "chat_template"),
     )
 
 
@@ -126,13 +114,18 @@ def _hugging_face(folder: Path, custom_import: str | None) -> ModelSource:
         raise ConfigError([f"--checkpoint: {folder}: {line}" for line in lines]) from None
     for note in source.notes:
         logger.info(note)
+
+    def build(assets: str | None) -> Tokenizer:
+        tokenizer = build_tokenizer(assets or str(folder))
+        tokenizer.stop_ids += tuple(source.ends)
+        return tokenizer
+
     return ModelSource(
         folder=folder,
         hugging_face=True,
         spec=source.spec,
         args=_for_inference(source.args),
-        assets=str(folder),
-        ends=source.ends,
+        build_tokenizer=build,
     )
 
 
@@ -143,12 +136,7 @@ def open_tokenizer(source: ModelSource, assets: str | None) -> Tokenizer:
         ConfigError: it can't be read, or the model was trained with a different tokenizer.
     """
     try:
-        tokenizer = build_tokenizer(
-            assets or source.assets,
-            source.make_tokenizer,
-            source.end_of_document,
-            source.chat_template,
-        )
+        tokenizer = source.build_tokenizer(assets)
     except UserError as error:
         raise ConfigError([str(error).replace("model.hf_assets_path", "--assets")]) from None
     problem = ""
@@ -165,7 +153,6 @@ def open_tokenizer(source: ModelSource, assets: str | None) -> Tokenizer:
         )
     if problem:
         raise ConfigError([f"--assets: {problem}"])
-    tokenizer.stop_ids += tuple(source.ends)
     return tokenizer
 
 

@@ -19,9 +19,13 @@ from torchtitan.checkpoint.hf.folder import read_hf_config
 from torchtitan.checkpoint.hf.opening import open_hf
 from torchtitan.checkpoint.hf.weights import import_hf
 from torchtitan.checkpoint.load import Reader
-from torchtitan.checkpoint.state import check_averaged, check_matches_manifest, model_of
+from torchtitan.checkpoint.state import (
+    check_averaged,
+    check_matches_manifest,
+    model_of,
+    tokenizer_builder,
+)
 from torchtitan.config.load.decode import load_config
-from torchtitan.config.load.extend import recorded_text, recorded_tokenizer
 from torchtitan.config.load.render import to_toml_value
 from torchtitan.config.load.toml_file import HERE
 from torchtitan.config.registry import import_custom
@@ -70,20 +74,13 @@ def to_hf(
     if averaged:
         check_averaged(step, manifest)
     Reader(step).check_files(manifest)
-    spec, args, recorded = model_of(step, manifest, custom_import)
+    spec, args = model_of(step, manifest, custom_import)
     with torch.device("meta"):
         check_matches_manifest(spec.build(args, None), Reader(step))
     if family:
         other = get_spec(family)
         spec = replace(spec, hf=other.hf if other.build is spec.build else None)
-    make = recorded_tokenizer(manifest.settings(), step)
-    text = partial(recorded_text, manifest.settings())
-    build = partial(
-        build_tokenizer, assets or recorded, make, text("end_of_document"), text("chat_template")
-    )
-    tokenizer = _tokenizer(build, required=assets is not None)
-    if tokenizer:
-        tokenizer.stop_ids += tuple(manifest.ends)
+    tokenizer = _tokenizer(tokenizer_builder(step, manifest), assets)
     export = HFExport(
         step,
         target,
@@ -102,11 +99,11 @@ def to_hf(
         print(note)
 
 
-def _tokenizer(build: Callable[[], Tokenizer], *, required: bool) -> Tokenizer | None:
+def _tokenizer(build: Callable[[str | None], Tokenizer], assets: str | None) -> Tokenizer | None:
     try:
-        return build()
+        return build(assets)
     except UserError as error:
-        if required:
+        if assets is not None:
             raise
         print(f"Exporting without a tokenizer: {error} (--assets sets its folder)")
         return None

@@ -140,12 +140,6 @@ def recorded_tokenizer(settings: Mapping[str, Any], step: object) -> Callable[[P
     return tokenizers.maker(name, custom)
 
 
-def recorded_text(settings: Mapping[str, Any], name: str) -> str | None:
-    """A key of `[model]` in a checkpoint's configuration, if it is a string."""
-    value = settings.get("model", {}).get(name)
-    return value if isinstance(value, str) else None
-
-
 def _nearest_start(key: str, sources: Mapping[str, str]) -> str:
     """The start of a message about a key: where it, or else a key above or below it, was set."""
     above = [".".join(key.split(".")[:n]) for n in range(key.count(".") + 1, 1, -1)]
