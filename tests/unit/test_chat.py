@@ -93,6 +93,7 @@ TURN_ENDS = {
     MISTRAL: "<|end_of_text|>",
     CHANNELS: "<|eot_id|>",  # others end with <|im_end|>
     SPOKEN: "<|end_of_text|>",  # of the document
+    "{{ messages[0].role == 'system' or raise_exception('none') }}" + CHATML: "<|im_end|>",
 }
 
 
@@ -101,6 +102,9 @@ def test_what_ends_a_turn_ends_a_text(tmp_path, template):
     tokenizer = open_chat(tmp_path, template).tokenizer
     end = tokenizer.backend.token_to_id(TURN_ENDS[template])
     assert tokenizer.all_ends == list(dict.fromkeys([1, end]))
+    assert ["no special token ends" in note for note in tokenizer.notes] == [True] * (
+        template == SPOKEN
+    )
 
 
 @pytest.mark.parametrize("template", [CHATML, LLAMA3, MISTRAL])

@@ -143,10 +143,6 @@ def from_hf(
         draft = Path(folder, file.name)
         draft.write_text(recipe(file.parent))
         _check_recipe(draft, source, spec, args, check=check)
-    if assets != source:
-        assets.mkdir(parents=True, exist_ok=True)
-        for path in build_tokenizer(str(source)).files:
-            shutil.copy(path, assets)
     info = CheckpointInfo(
         step=0,
         model_only=True,
@@ -159,6 +155,10 @@ def from_hf(
         train_state=None,
     )
     count = import_hf(model, step, info)
+    if assets != source:
+        assets.mkdir(parents=True, exist_ok=True)
+        for path in build_tokenizer(str(source)).files:
+            shutil.copy(path, assets)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_whole(file, recipe(file.parent).encode())
     print(f"{source} -> {step}: {describe_model(spec, args)}, {count:,} parameters")

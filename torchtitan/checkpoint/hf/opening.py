@@ -96,9 +96,10 @@ def _read_generation(folder: Path, vocab_size: int) -> tuple[list[int], dict[str
         file = folder / name
         try:
             content = read_json_object(file) if file.is_file() else {}
-            json.dumps(content, allow_nan=False)
         except (OSError, ValueError) as error:
             raise CheckpointError(str(error)) from None
+        if "NaN" in (text := json.dumps(content)) or "Infinity" in text:  # no manifest can hold it
+            raise CheckpointError(f"{file} holds NaN or Infinity")
         eos = content.pop("eos_token_id", None)
         ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
         # transformers writes defaults of its classes there, which small vocabularies lack

@@ -20,6 +20,7 @@ encoding. Only tags such as `<think>` are tokens in the assistant's messages. Im
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -104,15 +105,21 @@ class Chat:
         tokenizer.stop_ids += self._end_of_turn()
 
     def _end_of_turn(self) -> tuple[int, ...]:
-        """The token that ends the assistant's last turn; nothing if the loss doesn't teach one."""
-        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
-        try:
-            ids = self.encode(self.document(turns))
-        except (BadDocument, UserError):  # documents will fail, too, or the template is particular
-            return ()
-        end = int(ids[ids < UNPREDICTED][-1]) & PLAIN
+        """The token that ends the assistant's last turn; nothing, and a note, without one."""
+        messages = [{"role": role, "content": "."} for role in ("system", "user", "assistant")]
         special = {self.tokenizer.backend.token_to_id(name) for name in self.special}
-        return (end,) if end in special else ()
+        for conversation in (messages[1:], messages):  # a template may demand or refuse the first
+            with suppress(BadDocument, UserError):
+                ids = self.encode(self.document(conversation))
+                end = int(ids[ids < UNPREDICTED][-1]) & PLAIN
+                if end in special:
+                    return (end,)
+        note = (
+            f"{self.template.path}: no special token ends the assistant's turn, so no answer will "
+            "end by itself; let the template write one there, such as eos_token"
+        )
+        self.tokenizer.notes = (*(n for n in self.tokenizer.notes if n != note), note)
+        return ()
 
     @cached_property
     def _backend(self) -> Any:
