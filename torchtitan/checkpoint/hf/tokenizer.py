@@ -165,18 +165,18 @@ def _sentencepiece_json(tokenizer: SentencePieceTokenizer) -> dict[str, Any] | N
             fuse_unk=True,
             byte_fallback=training.byte_fallback,
         )
-    steps: list[Any] = []
+    normalizing: list[Any] = []
     if normalization.precompiled_charsmap:
-        steps.append(normalizers.Precompiled(normalization.precompiled_charsmap))
+        normalizing.append(normalizers.Precompiled(normalization.precompiled_charsmap))
     if normalization.remove_extra_whitespaces:
-        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
-    parts = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        normalizing += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    decoding = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if normalization.add_dummy_prefix:
-        steps.append(normalizers.Prepend(_SPACE))
-        parts.append(decoders.Strip(" ", 1))
+        normalizing.append(normalizers.Prepend(_SPACE))
+        decoding.append(decoders.Strip(" ", 1))
     backend = Backend(model)
-    backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
-    backend.decoder = decoders.Sequence(parts)
+    backend.normalizer = normalizers.Sequence([*normalizing, normalizers.Replace(" ", _SPACE)])
+    backend.decoder = decoders.Sequence(decoding)
     content = json.loads(backend.to_str()) | {
         "added_tokens": [
             _added_token(id, piece.piece, special=piece.type != piece.USER_DEFINED)
