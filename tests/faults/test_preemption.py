@@ -19,9 +19,10 @@ import pytest
 from tests.runs import arguments, losses, read_metrics, train
 from torchtitan.checkpoint.commit import committed_steps
 from torchtitan.train.rank_main import _resume_hint
-from torchtitan.utils.signals import AGAIN_SECONDS, STOPPING, StopRequest, stop_signals
+from torchtitan.utils.signals import AGAIN_SECONDS, StopRequest, stop_signals
 
 ROOT = Path(__file__).parents[2]
+STOPPING = "Asked to stop: finishing what is under way"
 ENV = os.environ | {
     "PYTHONPATH": str(ROOT),
     "TORCHTITAN_PYTHON": sys.executable,
@@ -125,6 +126,7 @@ def test_two_signals_to_the_launcher(tmp_path, ranks_):
     _, err, status = finish(launcher)
     assert status == os.EX_TEMPFAIL, err
     (step,) = committed_steps(tmp_path / "out/checkpoint")
+    assert err.splitlines()[0] == STOPPING
     assert err.splitlines()[-2] == f"Stopped after step {step}, as asked. To resume:"
     assert shlex.split(err.splitlines()[-1])[1:4] == ["-m", "torchtitan", "train"]
 
@@ -263,7 +265,7 @@ def test_a_second_ctrl_c_ends_at_once_and_says_what_is_lost(tmp_path, ranks_):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     ctrl_c(launcher)
-    assert launcher.stderr.readline() == f"{STOPPING}\n"
+    assert launcher.stderr.readline() == f"{STOPPING}; Ctrl-C again ends at once\n"
     ctrl_c(launcher)  # too early to be another one
     time.sleep(AGAIN_SECONDS)
     ctrl_c(launcher)

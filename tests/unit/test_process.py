@@ -1,9 +1,11 @@
 """The start of a process: closed standard streams, and tasks without a rank."""
 
+import os
 import subprocess
 import sys
 from functools import partial
 
+import psutil
 import pytest
 
 from torchtitan.commands import _dispatch, generate
@@ -28,6 +30,45 @@ def main(argv):
 
 sys.exit(run_main(main))
 """
+
+
+HAS_WORKER = """
+import multiprocessing, os, time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import forkserver
+from torchtitan.utils.signals import end_with_starter
+
+forkserver.ensure_running()
+context = multiprocessing.get_context("forkserver")
+pool = ProcessPoolExecutor(1, context, initializer=end_with_starter)
+print(pool.submit(os.getpid).result(), flush=True)
+time.sleep(1000)
+"""
+
+
+def test_workers_end_with_the_process_that_is_killed(tmp_path):
+    """So do their fork server and its folder."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HAS_WORKER],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+    )
+    worker = psutil.Process(int(process.stdout.readline()))
+    server = worker.parent()
+    process.kill()
+    process.wait()
+    assert not psutil.wait_procs([worker, server], timeout=20)[1]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rank_of_a_range_of_nodes_is_restarted(capsys, monkeypatch):
+    monkeypatch.setenv("TORCHTITAN_REPORTER", str(os.getppid()))
+    rank_main._report_stop(0, "after step 24")
+    assert capsys.readouterr().err == (
+        "Stopped after step 24, to restart on the nodes that join or remain\n"
+    )
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&-", "<&- >&- 2>&-"])

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from typing import Generic, TypeVar
 
 import torch.utils.data
@@ -30,7 +31,7 @@ from torchtitan.data.order.rows import (
 from torchtitan.data.read.positions import DataPosition, merge_positions
 from torchtitan.data.sources import DataSpec, OpenSource, open_source
 from torchtitan.utils.errors import UserError
-from torchtitan.utils.signals import become_stoppable, helpers_shielded
+from torchtitan.utils.signals import become_stoppable, end_with_starter, helpers_shielded, kill_text
 from torchtitan.utils.torch_compat import replaced
 
 T = TypeVar("T")
@@ -159,14 +160,26 @@ class Workers:
             prefetch_factor=options.prefetch_factor,
             # Forking a process that runs gloo's and NCCL's threads can deadlock.
             multiprocessing_context="forkserver",
+            worker_init_fn=_start_worker,
         )
 
     def steps(self) -> Iterator[StepRows]:
         """The rank's rows of each step: DataLoader yields an item of each worker in turn."""
         with helpers_shielded():
+            forkserver.ensure_running()  # now, so that workers inherit its folder's name
             workers = iter(self.loader)
         for step in itertools.count(self.first):
-            items: list[StepRows | str | None] = [next(workers) for _ in self.shares]
+            try:
+                items: list[StepRows | str | None] = [next(workers) for _ in self.shares]
+            except RuntimeError as error:
+                for worker in workers._workers:
+                    if (worker.exitcode or 0) < 0:
+                        section = self.spec.section.split(".")[0]
+                        raise UserError(
+                            f"{section}.dataloader.num_workers: worker process {worker.pid} "
+                            f"{kill_text(worker.exitcode)}; fewer workers need less memory"
+                        ) from error
+                raise
             for item in items:
                 if isinstance(item, str):
                     raise UserError(item)
@@ -206,7 +219,6 @@ class _WorkerRows(IterableDataset):
     def __iter__(self) -> Iterator[StepRows | str | None]:
         info = get_worker_info()
         assert info is not None
-        become_stoppable()
         try:
             with _undivided():
                 sources = {
@@ -223,6 +235,11 @@ class _WorkerRows(IterableDataset):
             # their text.
             while True:
                 yield str(error)
+
+
+def _start_worker(_: int) -> None:
+    become_stoppable()
+    end_with_starter()
 
 
 def _undivided() -> AbstractContextManager[None]:

@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 
 from torchtitan.utils.errors import from_another_rank
+from torchtitan.utils.signals import end_with_starter
 
 MAX_THREADS = 150
 """Threads of a rank from which on the pool is restarted: each layout adds gloo threads, which poll
@@ -43,6 +44,7 @@ def _rank_main(rank: int, world: int, folder: str, connection: Connection) -> No
 
     from torchtitan.utils.distributed_compat import run_gloo_in_order
 
+    end_with_starter()
     run_gloo_in_order()
     torch.set_num_threads(1)
     os.environ.update(

@@ -17,7 +17,7 @@ from torchtitan.config import Resolved, resolve
 from torchtitan.train.preflight import Setup, preflight
 from torchtitan.utils.errors import DEBUG_ENV, UserError
 from torchtitan.utils.logging import init_logging, log_failure, logger
-from torchtitan.utils.process import rank_and_world
+from torchtitan.utils.process import launcher_reports, rank_and_world
 from torchtitan.utils.signals import INTERRUPTED, StopRequest
 from torchtitan.utils.storage import storage_path
 from torchtitan.utils.torch_versions import installed_torch, too_new
@@ -108,7 +108,10 @@ def _leave(stop: StopRequest, rank: int, when: str) -> int:
 def _report_stop(rank: int, when: str) -> int:
     """Print how to resume. Returns the exit status."""
     if rank == 0:
-        print(f"Stopped {when}, as asked. To resume:\n  {_command()}", file=sys.stderr, flush=True)
+        why = f"as asked. To resume:\n  {command_line()}"
+        if launcher_reports() and LAUNCHER_ENV not in os.environ:  # in a range of nodes
+            why = "to restart on the nodes that join or remain"
+        print(f"Stopped {when}, {why}", file=sys.stderr, flush=True)
     return os.EX_TEMPFAIL
 
 
@@ -118,7 +121,7 @@ def _interrupt(trainer: "Trainer", rank: int) -> None:
     if rank == 0:
         newest = trainer.checkpointer.newest_step if trainer.checkpointer.saving else None
         print(
-            f"interrupted: {_resume_hint(step, newest)}\n  {_command()}",
+            f"interrupted: {_resume_hint(step, newest)}\n  {command_line()}",
             file=sys.stderr,
             flush=True,
         )
@@ -149,7 +152,7 @@ def _resume_hint(step: int, newest: int | None) -> str:
     return f"{what}. To resume after step {newest}:" if newest else f"{what}. To start again:"
 
 
-def _command() -> str:
+def command_line() -> str:
     """The command line that starts this run again."""
     if command := os.environ.get(COMMAND_ENV):
         return command

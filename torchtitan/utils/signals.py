@@ -1,7 +1,9 @@
 """Signals, handled at once in a thread, and the request to stop after the current step."""
 
 import ctypes
+import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -11,7 +13,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
+
+from torchtitan.utils.process import launcher_reports
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 """Schedulers send the first two before they reclaim a machine; Ctrl-C sends the third, a terminal
@@ -21,11 +26,16 @@ INTERRUPTED = 128 + signal.SIGINT
 """Exit status after a second Ctrl-C."""
 AGAIN_SECONDS = 0.5
 """A second Ctrl-C within this time is ignored: wrappers pass it on, and people press it twice."""
-STOPPING = "Asked to stop: finishing what is under way; Ctrl-C again ends at once"
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _actions: dict[int, Callable[[], None]] = {}
 _listening: "list[StopRequest]" = []
+
+
+def announce_stop(number: int) -> None:
+    """Print that this process will stop."""
+    again = "; Ctrl-C again ends at once" if number == signal.SIGINT else ""
+    print(f"Asked to stop: finishing what is under way{again}", file=sys.stderr, flush=True)
 
 
 def exit_when_stopped() -> None:
@@ -132,8 +142,8 @@ class StopRequest:
         elif not self.requested:
             self._request_time = self._clock()
             self.requested = True
-            if number == signal.SIGINT:
-                print(STOPPING, file=sys.stderr, flush=True)
+            if number == signal.SIGINT or not launcher_reports():
+                announce_stop(number)
         elif number == signal.SIGINT and self._clock() - self._request_time >= AGAIN_SECONDS:
             self.abandon()
 
@@ -141,6 +151,12 @@ class StopRequest:
 def _abandon() -> None:
     print("interrupted", file=sys.stderr, flush=True)
     os._exit(INTERRUPTED)
+
+
+def kill_text(code: int, location: str = "") -> str:
+    """A process's negative exit code in words, and where it was, if known."""
+    hint = " (by hand, or out of memory)" if code == -signal.SIGKILL else ""
+    return f"was killed by {signal.Signals(-code).name}{hint}{location and f', at {location}'}"
 
 
 @contextmanager
@@ -161,6 +177,22 @@ def become_stoppable() -> None:
     """Accept the stop signals again, in a separate process group."""
     os.setpgid(0, 0)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def end_with_starter() -> None:
+    """End this worker process when the process that asked for it ends, even by SIGKILL.
+
+    Its parent is a fork server, which lives as long as its workers do.
+    """
+    starter = multiprocessing.parent_process()
+    assert starter is not None
+
+    def follow() -> None:
+        starter.join()
+        shutil.rmtree(get_temp_dir(), ignore_errors=True)  # has the fork server's socket
+        os._exit(1)
+
+    threading.Thread(target=follow, name="starter", daemon=True).start()
 
 
 def die_with_parent(launcher: str = "") -> None:

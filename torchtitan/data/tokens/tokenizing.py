@@ -30,6 +30,7 @@ from torchtitan.data.tokens.encoding import Encoded, Encoder, open_again
 from torchtitan.data.tokens.token_files import token_dtype, write_token_file
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.formats import read_json_object
+from torchtitan.utils.signals import end_with_starter
 
 _BATCH = 2**18
 """Bytes of a batch. Encoding a text takes hundreds of times its size for a moment."""
@@ -218,7 +219,8 @@ def encode_batches(
         return
     _start_fork_server()
     futures: deque[tuple[int, Future[Encoded]]] = deque()
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("forkserver")) as pool:
+    context = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(workers, context, initializer=end_with_starter) as pool:
         try:
             for index, batch in batches:
                 futures.append((index, pool.submit(encoder, batch)))

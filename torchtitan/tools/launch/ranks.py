@@ -14,7 +14,7 @@ from torchtitan.utils.signals import (
     AGAIN_SECONDS,
     INTERRUPTED,
     STOP_SIGNALS,
-    STOPPING,
+    announce_stop,
     leave_terminal,
     stop_signals,
 )
@@ -54,8 +54,7 @@ class StopHandler:
         self.since = time.monotonic()
         if not self.running:
             os._exit(os.EX_TEMPFAIL)  # an exception could get lost in an import of torch
-        if number == signal.SIGINT:
-            print(STOPPING, file=sys.stderr, flush=True)
+        announce_stop(number)
         from torch.distributed.elastic.multiprocessing.api import SignalException
 
         self._stop_ranks()

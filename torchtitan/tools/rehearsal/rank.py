@@ -15,6 +15,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from multiprocessing.util import get_temp_dir
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -70,7 +71,7 @@ def rehearse_rank(
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
-    with TemporaryDirectory(prefix="rehearsal-") as folder:
+    with TemporaryDirectory(prefix="rehearsal-", dir=get_temp_dir()) as folder:
         config = rehearsal_config(config, world, folder)
         setup = preflight(config, output=False)
         recorder = Recorder(rank, axis_degrees(config.parallelism), values=values)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import zip_longest
+from multiprocessing import forkserver
 from typing import Any
 
 from torchtitan.config.derive import axis_degrees
@@ -24,6 +25,7 @@ from torchtitan.tools.rehearsal.mismatches import (
 )
 from torchtitan.tools.rehearsal.rank_sample import VALUES, RankSample, corners
 from torchtitan.tools.rehearsal.waits import check_circles
+from torchtitan.utils.signals import end_with_starter
 
 EVERY_RANK_BELOW = 64
 """Number of ranks below which all are rehearsed by default. Each takes seconds of CPU time."""
@@ -58,8 +60,11 @@ def rehearse(
     sample = RankSample({*corners(degrees), *ranks}, degrees)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torchtitan.tools.rehearsal.rank"])
+    forkserver.ensure_running()
     processes = min(_cores(), len(sample.ranks))
-    with ProcessPoolExecutor(processes, mp_context=context, max_tasks_per_child=1) as pool:
+    with ProcessPoolExecutor(
+        processes, context, initializer=end_with_starter, max_tasks_per_child=1
+    ) as pool:
 
         def run(rank: int, values: int, broadcasts: list[Any] | None) -> Future[RankRecord]:
             return pool.submit(
