@@ -6,9 +6,25 @@ import os
 import signal
 import time
 
+import torch
+import torch.distributed as dist
+
+from torchtitan.train.built_in import CollectGarbage
+
 
 def sleep():
-    time.sleep(14)  # longer than the time limit
+    time.sleep(1000)
+
+
+def other_size():
+    dist.all_reduce(torch.ones(100_000, dtype=torch.float64))
+
+
+def fail_at_the_end():
+    def on_end(*_):
+        raise RuntimeError("boom")
+
+    CollectGarbage.on_end = on_end
 
 
 def kill():

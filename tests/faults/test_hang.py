@@ -340,6 +340,7 @@ def test_the_launcher_ends_with_the_sentence(tmp_path):
     assert sentence.startswith("rank 1 did not enter reduce_scatter #"), lines
     assert " of all ranks = tp (Float [4, 16, 64]; ranks 0-1), where rank 0 waits: " in sentence
     assert "in step 3, at tests/faults/hang_faults.py:" in sentence
+    assert "rank 1: ended, because it hangs" in lines, "at once, not by torchrun after 30 s"
     assert lines[0].endswith(sentence), "said when it was seen, before the time limit ended it"
     assert f"error: {sentence}" in lines[1:-1], "and by rank 0, whoever started it"
     assert "Traceback" not in "".join(lines)
@@ -353,6 +354,23 @@ def test_the_launcher_ends_with_the_sentence(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.e2e
-def test_the_launcher_names_a_rank_that_was_killed(tmp_path):
-    lines = launched(tmp_path, "kill")
-    assert lines[-1].startswith("error: rank 1 was killed by SIGKILL"), lines
+@pytest.mark.parametrize(
+    ("fault", "start", "place"),
+    [
+        ("kill", "error: rank 1 was killed by SIGKILL", ""),
+        (
+            "other_size",  # gloo aborts the other rank
+            "error: ranks 0 and 1 exchanged tensors of different sizes: rank 0 was at ",
+            "(Double [100000]; ranks 0-1), at tests/faults/hang_faults.py:20 in other_size",
+        ),
+        (
+            "fail_at_the_end",
+            "error: rank 1 raised RuntimeError: boom, in step 4, at tests/faults/hang_faults.py:25",
+            "",
+        ),
+    ],
+)
+def test_the_launcher_names_the_rank_and_the_place(tmp_path, fault, start, place):
+    lines = launched(tmp_path, fault)
+    assert lines[-1].startswith(start), lines
+    assert place in lines[-1]

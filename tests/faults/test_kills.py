@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -171,3 +173,53 @@ def wait_for(condition, process, folder: Path, timeout: float = 60) -> None:
         assert process.poll() is None, (folder / "log").read_text()
         assert time.monotonic() < deadline, (folder / "log").read_text()
         time.sleep(0.001)
+
+
+def processes_of(mark):
+    """Ids and command lines of the living processes with a mark in their environment."""
+    living = {}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get("MARK") == mark and process.status() != "zombie":
+                living[process.pid] = " ".join(process.cmdline())
+    return living
+
+
+COMMANDS = {  # and the number of processes to wait for
+    "train": (["train", "--nproc-per-node", "2", "--"], 9),
+    "tokenize": (["tokenize", "--workers", "2", "--part", "100000", "--input"], 5),
+    "rehearse": (["rehearse", "train_configs/debug_model.toml", "--world", "4"], 4),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+@pytest.mark.parametrize("command", COMMANDS)
+def test_nothing_outlives_a_killed_command(tmp_path, command):
+    """Neither processes nor, except for caches, files in the temporary folder."""
+    words, count = COMMANDS[command]
+    flags = ["--training.dataloader.num_workers=1"]
+    argv = arguments(tmp_path, *flags, steps=10**6)
+    if command == "tokenize":
+        large = tmp_path / "large.jsonl"
+        large.write_text('{"text": "lorem ipsum dolor sit amet"}\n' * 2_000_000)
+        argv = [str(large), "--output", str(tmp_path / "tokens")]
+        argv += ["--tokenizer", "tests/assets/tokenizer"]
+    elif command == "rehearse":
+        argv += ["--parallelism.tensor_parallel_degree=2", "--model.overrides.n_layers=24"]
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    mark = str(tmp_path)
+    env = os.environ | {"TMPDIR": str(folder), "MARK": mark, "PYTHONPATH": os.getcwd()}
+    process = subprocess.Popen([sys.executable, "-m", "torchtitan", *words, *argv], env=env)
+    deadline = time.monotonic() + 120
+    while len(processes_of(mark)) < count:
+        assert process.poll() is None
+        assert time.monotonic() < deadline, processes_of(mark)
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    while processes_of(mark) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not processes_of(mark)
+    assert {path.name for path in folder.iterdir()} <= {"torchinductor_root"}

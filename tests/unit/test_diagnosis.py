@@ -12,9 +12,13 @@ import pytest
 
 from torchtitan.commands.doctor import main
 from torchtitan.config import resolve
+from torchtitan.health import hang_watch
 from torchtitan.health.diagnose import diagnose
-from torchtitan.health.rank_dumps import Dumps, read_dumps
+from torchtitan.health.rank_dumps import Dumps, read_crashes, read_dumps
 from torchtitan.tools.launch import torchrun
+from torchtitan.train.callbacks import Callback
+from torchtitan.train.engine import Engine
+from torchtitan.utils import activity
 from torchtitan.utils.errors import UserError
 
 DESCRIPTIONS = {"0": "default_pg", "1": "mesh_dp_shard", "3": "mesh_tp", "5": "mesh_pp"}
@@ -375,6 +379,72 @@ def test_a_kill_that_torchrun_sent_itself_is_not_the_cause(tmp_path):
         told = torchrun._cause(config, 0, failures(30))
         assert told == "rank 1 is stopped (process 2): SIGCONT resumes it"
         assert "rank 1 was killed by SIGKILL" in torchrun._cause(config, 0, failures(1))
+
+
+ABORTED = """Fatal Python error: Aborted
+
+{first} 0x00007fcdc27fc6c0 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 331 in wait
+  File "/code/reader.py", line 3 in put
+
+Thread 0x00007fcdfbc60b80 (most recent call first):
+  File "/code/.venv/lib/python3.11/site-packages/torch/distributed/x.py", line 9 in all_reduce
+  File "/code/run.py", line 25 in step
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "code", "expected"),
+    [
+        (
+            "Thread",  # of C++, so none is called current
+            -6,
+            "ranks 0 and 1 exchanged tensors of different sizes: rank 0 was at /code/run.py:25 in "
+            "step, and rank 1 entered all_reduce #4 of tp (BFloat16 [8]; ranks 0-1), at "
+            "/code/run.py:14 in step, then all_reduce #5 of tp (BFloat16 [1]; ranks 0-1), at "
+            "/code/run.py:15 in step (gloo then aborts a rank: rank 0 by SIGABRT)",
+        ),
+        ("Current thread", -6, "rank 0 was killed by SIGABRT, at /code/reader.py:3 in put, and"),
+        ("Thread", -11, "rank 0 was killed by SIGSEGV, at /code/run.py:25 in step, and did not"),
+    ],
+)
+def test_a_crash_is_told_with_its_place(tmp_path, first, code, expected):
+    (tmp_path / "crash-0.txt").write_text(ABORTED.format(first=first))
+    calls = [entry("3", 4, created=1), entry("3", 5, "started", size=(1,), created=2)]
+    write(tmp_path, {1: calls}, [state(1, world=2)])
+    text = sentence(tmp_path, exits={0: code}, crashes=read_crashes(tmp_path))
+    assert text.startswith(expected)
+
+
+def test_an_error_is_placed_where_its_cause_was_raised():
+    def allocate():
+        raise MemoryError("70 TB")
+
+    outer = UserError("out of memory")
+    with pytest.raises(MemoryError) as raised:
+        allocate()
+    outer.__cause__ = raised.value
+    assert hang_watch._error(outer)["frames"][0][2].endswith("allocate")
+
+
+def test_an_error_of_all_ranks_is_nobodys(tmp_path):
+    error = {"type": "NonFiniteError", "text": "step 7: loss nan.", "frames": [], "cause": True}
+    states = [state(rank, error=error | {"on_all_ranks": True}) for rank in (2, 3)]
+    write(tmp_path, {}, states)
+    assert sentence(tmp_path) == "step 7: loss nan"
+
+
+class Noting(Callback):
+    def before_update(self, run):
+        self.activity = activity.current().activity
+
+
+def test_a_callback_is_an_activity():
+    callback = Noting()
+    before = activity.current().activity
+    Engine.notify(SimpleNamespace(callbacks=[callback]), "before_update")
+    assert callback.activity == "calling before_update of Noting"
+    assert activity.current().activity == before
 
 
 def test_an_abort_without_any_python_is_explained_by_its_dump(tmp_path):

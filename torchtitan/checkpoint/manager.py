@@ -208,9 +208,11 @@ class Checkpointer:
             if agreed and dist.get_rank() == 0:
                 with suppress(Exception):
                     discard(target)
-            raise CheckpointError(
+            failure = CheckpointError(
                 f"can't save {target}: {cause}. {_advice(cause)}: {self.last_good()}."
-            ) from error
+            )
+            failure.on_all_ranks = agreed
+            raise failure from error
 
     def last_good(self) -> str:
         """A phrase that names the newest complete checkpoint."""

@@ -6,7 +6,7 @@ that others wait for and that waits for nobody. How many ranks it blocks indirec
 """
 
 from collections.abc import Callable, Mapping
-from signal import SIGKILL, SIGTERM, Signals
+from signal import SIGABRT, SIGTERM
 
 from torchtitan.health.collectives import (
     Group,
@@ -17,34 +17,38 @@ from torchtitan.health.collectives import (
 )
 from torchtitan.health.rank_dumps import Dumps, RankDump, RecordedCollective
 from torchtitan.utils.activity import CHECKPOINT_GROUP, DATA, SAVING
+from torchtitan.utils.signals import kill_text
 
 
-def diagnose(dumps: Dumps, exits: Mapping[int, int] | None = None) -> str:
+def diagnose(
+    dumps: Dumps,
+    exits: Mapping[int, int] | None = None,
+    crashes: Mapping[int, tuple[str, bool]] | None = None,
+) -> str:
     """Name the cause in one sentence: the first explanation that fits.
 
     Args:
         exits: exit codes of ranks whose processes have ended, where known.
+        crashes: from `read_crashes`.
     """
     for rank, code in (exits or {}).items():
         # torchrun ends the other ranks with SIGTERM
         if code < 0 and code != -SIGTERM and rank in dumps.silent:
-            dumps.silent[rank] = kill_text(code)
+            location, in_python = (crashes or {}).get(rank, ("", True))
+            dumps.silent[rank] = kill_text(code, location)
+            if code == -SIGABRT and not in_python:
+                dumps.aborted[rank] = location
     explanations: tuple[Callable[[Dumps], str | None], ...] = (
         _uneven,
         _raised,
         _mismatch,
+        _aborted,
         _blocked,
         _silent,
         _slowest,
     )
     texts = (explain(dumps) for explain in explanations)
     return next((text for text in texts if text), "no collective is unfinished")
-
-
-def kill_text(code: int) -> str:
-    """A process's negative exit code in words."""
-    hint = " (by hand, or out of memory)" if code == -SIGKILL else ""
-    return f"was killed by {Signals(-code).name}{hint}"
 
 
 # ---- explanations, the most certain first
@@ -66,7 +70,10 @@ def _raised(dumps: Dumps) -> str | None:
         return None
     first = min(causes, key=lambda dump: dump.state["time"])
     state = first.state
-    what = f"{state['error']['type']}: {state['error']['text'].rstrip('.')}"
+    text = state["error"]["text"].rstrip(".")
+    if state["error"].get("on_all_ranks"):
+        return text
+    what = f"{state['error']['type']}: {text}"
     return f"rank {state['rank']} raised {what}, in step {state['step']}, at {first.location()}"
 
 
@@ -82,6 +89,24 @@ def _mismatch(dumps: Dumps) -> str | None:
         if sides:
             few, most = sides
             return different_calls(few, by_rank[few[0]], most, by_rank[most[0]])
+    return None
+
+
+def _aborted(dumps: Dumps) -> str | None:
+    """gloo's thread aborted a rank that received more bytes than it expected. The other rank may
+    have completed that collective, and entered the next one.
+    """
+    for rank, location in dumps.aborted.items():
+        for other, dump in dumps.by_rank.items():
+            calls = [c for c in dump.collectives if rank in c.group.ranks and c.peer is None]
+            last_calls = sorted(calls, key=lambda c: c.created)[-2:]
+            if last_calls:
+                entered = ", then ".join(f"{c.describe()}, at {c.at}" for c in last_calls)
+                return (
+                    f"ranks {rank} and {other} exchanged tensors of different sizes: rank {rank} "
+                    f"was at {location}, and rank {other} entered {entered} (gloo then aborts a "
+                    f"rank: rank {rank} by SIGABRT)"
+                )
     return None
 
 

@@ -5,15 +5,17 @@ It must be a thread: a main thread blocked in a collective runs no Python, not e
 
     state-<rank>.json    step, phase, exception, last exchanges of experts' rows, all stacks
     rank_<rank>          the Flight Recorder's collectives, also readable by `torchfrtrace`
+    crash-<rank>.txt     the stacks at a fatal signal
     diagnosis.txt        the sentence that names the cause
 
 One rank starts it: a rank whose phase and collectives have not changed for most of the time limit,
 that received SIGUSR2, or that raised an exception. It asks the other ranks through the store, waits
-for their answers and prints the sentence. Nothing is stopped: a hang still ends by the time limit
-of its collective.
+for their answers and prints the sentence. A hang ends by the time limit of its collective; a rank
+that still hangs when another has failed by it ends itself.
 """
 
 import atexit
+import faulthandler
 import itertools
 import json
 import os
@@ -28,7 +30,7 @@ from datetime import timedelta
 from pathlib import Path
 from signal import SIGUSR2
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 import psutil
 import torch.distributed as dist
@@ -36,7 +38,7 @@ import torch.distributed as dist
 from torchtitan.config.sections.schema import Comm
 from torchtitan.health.diagnose import diagnose
 from torchtitan.health.flight_recorder import collective_counts, dump_flight_recorder
-from torchtitan.health.rank_dumps import STATE, read_dumps
+from torchtitan.health.rank_dumps import CRASH, STATE, read_dumps
 from torchtitan.parallel.groups import store_of_a_thread
 from torchtitan.utils.activity import SAVING, Activity, current, forget_exchanges, last_exchanges
 from torchtitan.utils.errors import failure_of
@@ -49,6 +51,8 @@ SAVE_SECONDS = 1800
 """Time limit of a save in seconds: it waits for disks."""
 ANSWER_SECONDS = 10
 """Seconds to wait for the other ranks' answers."""
+LAST_SECONDS = 2
+"""Seconds in which ranks may end by themselves after another has failed by a hang."""
 DIAGNOSIS = "diagnosis.txt"
 _Position = tuple[Activity, dict[str, dict[str, int]]]
 """A rank's activity, and its numbers of collectives."""
@@ -91,6 +95,11 @@ class Watch:
         self._signaled = False
         self._closing = False
         on_signal(SIGUSR2, self._on_signal)
+        self._crash_file: IO[str] | None = None
+        if not faulthandler.is_enabled():  # as by PYTHONFAULTHANDLER
+            with self._reporting_disk_errors():
+                self._crash_file = (self.folder / CRASH.format(self.rank)).open("w")
+                faulthandler.enable(self._crash_file)
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
         # A thread that runs C++ code while the interpreter shuts down aborts the process.
@@ -98,6 +107,11 @@ class Watch:
 
     def close(self) -> None:
         """End the thread."""
+        if self._crash_file is not None:
+            faulthandler.disable()
+            Path(self._crash_file.name).unlink(missing_ok=True)
+            self._crash_file.close()
+            self._crash_file = None
         atexit.unregister(self.close)
         self._closing = True
         self._wake.set()
@@ -117,6 +131,11 @@ class Watch:
                 return None
         path = self.folder / DIAGNOSIS
         return path.read_text().strip() if path.exists() else None
+
+    def give_up(self) -> None:
+        """Make ranks that still hang end themselves, because this one fails."""
+        with self._lock:
+            self._on_store(self._store.set, "over", "")
 
     def _is_hung(self) -> bool:
         return self._hang is not None and self._hang[0] is current()
@@ -139,6 +158,12 @@ class Watch:
                 elif self._hangs():
                     idle_seconds = time.monotonic() - current().since
                     self._ask("hang", f"nothing moved for {idle_seconds:.0f} s")
+                over = self._is_hung() and (self._has("over") or self._store_is_down)
+            if over:
+                time.sleep(LAST_SECONDS)
+                if self._is_hung():
+                    print(f"rank {self.rank}: ended, because it hangs", file=sys.stderr, flush=True)
+                    os._exit(1)
 
     @property
     def _patience(self) -> float:
@@ -231,7 +256,7 @@ class Watch:
         try:
             status = psutil.Process(pid).status()
         except psutil.NoSuchProcess:
-            return f"is gone ({name})"
+            status = psutil.STATUS_ZOMBIE
         if status == psutil.STATUS_ZOMBIE:
             return f"is gone ({name})"
         if status == psutil.STATUS_STOPPED:
@@ -289,11 +314,17 @@ class Watch:
 
 def _error(error: BaseException) -> dict[str, Any]:
     failure = failure_of(error)
+    frames: list[tuple[str, int, str]] = []
+    cause: BaseException | None = error
+    while cause is not None:
+        frames = _frames(traceback.walk_tb(cause.__traceback__))[::-1] + frames
+        cause = cause.__cause__
     return {
         "type": failure.kind,
         "text": failure.headline[:300],
-        "frames": _frames(traceback.walk_tb(error.__traceback__))[::-1],
+        "frames": frames,
         "cause": failure.is_cause,
+        "on_all_ranks": getattr(error, "on_all_ranks", False),
     }
 
 

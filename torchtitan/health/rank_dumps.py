@@ -16,6 +16,8 @@ from torchtitan.utils.formats import safe_loads
 from torchtitan.utils.limits import MOST_RANKS
 
 STATE = "state-{}.json"
+CRASH = "crash-{}.txt"
+"""A rank's stacks at a fatal signal, as `faulthandler` writes them."""
 _MAX_SPLITS = 8
 _EQUAL_SIZES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 _LIBRARY = re.compile(
@@ -25,6 +27,7 @@ _DISPATCH = re.compile(r"torch/(_ops\.py|_library/)")
 """Frames between a call of torch.distributed and the operation that waits."""
 _ROWS = re.compile(r" \[(\d+), \d+\]$")
 _PEER = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
+_FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
 _NOT_A_DUMP = (ValueError, TypeError, LookupError, AttributeError)
 _WORKING_THREADS = {
     DATA: re.compile("torchtitan/data/"),
@@ -158,6 +161,8 @@ class Dumps:
     by_rank: dict[int, RankDump]
     silent: dict[int, str]
     """Ranks that wrote nothing, and the state of their processes."""
+    aborted: dict[int, str] = field(default_factory=dict)
+    """Ranks that a thread without Python aborted, and where their main threads were."""
 
     def idle(self, rank: int) -> bool:
         """Whether the rank is not known to be inside a call of torch.distributed."""
@@ -223,6 +228,20 @@ def read_dumps(folder: Path, prefix: str = "rank_", since: float = 0) -> Dumps |
             if int(rank) in silent:
                 silent[int(rank)] = text
     return Dumps(world, ask["why"] if ask else "", by_rank, silent)
+
+
+def read_crashes(folder: Path) -> dict[int, tuple[str, bool]]:
+    """For each rank that a fatal signal ended, where its main thread was, or the Python thread that
+    crashed; and whether such a thread did.
+    """
+    crashes = {}
+    for path in folder.glob(CRASH.format("*")):
+        text = path.read_text(errors="replace")
+        current = text.partition("Current thread")[2]
+        if frames := _FRAME.findall(current or text.rpartition("Thread 0x")[2]):
+            rank = int(path.stem.removeprefix("crash-"))
+            crashes[rank] = where(frames), bool(current)
+    return crashes
 
 
 def _newest_states(folder: Path) -> tuple[dict[str, Any] | None, dict[int, dict[str, Any]]]:

@@ -54,5 +54,7 @@ def together(action: Callable[[], T]) -> T:
     except CheckpointError as raised:
         error = raised
     if errors := [problem for problem in problems_from_all(error) if problem is not None]:
-        raise min(errors, key=lambda problem: isinstance(problem, DamageError))
+        first = min(errors, key=lambda problem: isinstance(problem, DamageError))
+        first.on_all_ranks = True
+        raise first
     return result  # type: ignore[return-value]

@@ -22,6 +22,7 @@ from torchtitan.train.logits import Probe
 from torchtitan.train.preflight import Setup
 from torchtitan.train.state import Progress
 from torchtitan.train.validation import Validator
+from torchtitan.utils.activity import current, phase
 
 
 @dataclass
@@ -56,6 +57,8 @@ class Engine:
     build_stage_compute: Callable[[int], Compute] | None = None
     """Builds `compute` for a stage of the data; None: there is only one stage."""
 
+    stops: bool = False
+    """Whether the ranks have agreed to stop."""
     progress: Progress = field(default_factory=Progress)
     logged: LoggedValues = field(default_factory=LoggedValues)
     callbacks: Sequence[Callback] = ()
@@ -70,7 +73,9 @@ class Engine:
     def notify(self, event: str, *details: Any) -> None:
         """Call a method of all callbacks, in order."""
         for callback in self.callbacks:
-            getattr(callback, event)(self, *details)
+            if getattr(type(callback), event) is not getattr(Callback, event):
+                with phase(current().kind, f"calling {event} of {type(callback).__name__}"):
+                    getattr(callback, event)(self, *details)
 
     def log(self, name: str, value: float | Tensor, reduce: Reduction = "mean") -> None:
         self.logged.add(name, value, reduce)

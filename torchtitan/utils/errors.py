@@ -20,6 +20,8 @@ class UserError(Exception):
     """An error the user can fix: the message says what is wrong, where, and what to change."""
 
     exit_code = 1
+    on_all_ranks = False
+    """Whether all ranks raise it; then only rank 0 reports it."""
 
 
 MAX_PROBLEMS = 20
@@ -30,6 +32,7 @@ class ConfigError(UserError):
     """Mistakes in the configuration, reported together."""
 
     exit_code = 2
+    on_all_ranks = True
 
     def __init__(
         self, problems: Sequence[str], *, where: str = "in the configuration", advice: str = ""
@@ -64,9 +67,13 @@ class ConfigError(UserError):
 class NonFiniteError(UserError):
     """The loss or gradient became NaN or infinite with `training.on_nonfinite = "stop"`."""
 
+    on_all_ranks = True
+
 
 class GuardError(UserError):
     """The guard gave up: too many spikes, or copies of the weights differ."""
+
+    on_all_ranks = True
 
 
 class OutOfMemoryError(UserError):
@@ -77,6 +84,8 @@ class OutOfMemoryError(UserError):
 
 class HangError(UserError):
     """A collective timed out; the message names the rank that blocks the others."""
+
+    on_all_ranks = True
 
 
 class CheckpointError(UserError):

@@ -18,9 +18,6 @@ from typing import Any, TextIO, cast
 from torchtitan.utils.errors import (
     DEBUG_ENV,
     ConfigError,
-    GuardError,
-    HangError,
-    NonFiniteError,
     UserError,
     error_text,
     failure_of,
@@ -35,8 +32,6 @@ CONNECTED_RANKS = 64
 when they first communicate; otherwise n ranks make n^2 requests to the job's store, and each has
 n - 1 connections.
 """
-_ON_ALL_RANKS = (ConfigError, HangError, NonFiniteError, GuardError)
-"""Errors that all ranks have in common."""
 _GIVE_WAY_SECONDS = 10
 """Seconds that a rank waits for the rank that reports their common error, because torchrun ends all
 ranks at the first exit.
@@ -169,8 +164,7 @@ def run_main(
     caused it. Output is escaped, so it can't control the terminal.
 
     Prints the message of a `UserError`, one line if another rank has died, and the traceback of any
-    other error. Only rank 0 reports errors that all ranks have in common: configuration errors,
-    hangs, and the guard's.
+    other error. Only rank 0 reports errors that all ranks have in common.
     """
     _open_closed_streams()
     with _escaping():
@@ -185,7 +179,7 @@ def _run_main(main: Callable[[list[str]], int | None], argv: list[str], rank: in
     except UserError as error:
         if isinstance(error.__cause__, BrokenPipeError) and _nobody_reads():
             return 128 + signal.SIGPIPE
-        reports = rank == 0 or not isinstance(error, _ON_ALL_RANKS)
+        reports = rank == 0 or not error.on_all_ranks
         if isinstance(error, ConfigError) and os.environ.get("LOCAL_RANK") == "0":
             reports = True  # only this node may have it
         if reports:

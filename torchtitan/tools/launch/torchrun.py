@@ -12,13 +12,13 @@ from signal import SIGABRT, SIGKILL
 from typing import Any
 
 from torchtitan.config import Config
-from torchtitan.health.diagnose import diagnose, kill_text
-from torchtitan.health.rank_dumps import read_dumps
+from torchtitan.health.diagnose import diagnose
+from torchtitan.health.rank_dumps import read_crashes, read_dumps
 from torchtitan.tools.launch.ranks import SECRET_ENV, StopHandler, common_status
-from torchtitan.train.rank_main import LAUNCHER_ENV
+from torchtitan.train.rank_main import LAUNCHER_ENV, command_line
 from torchtitan.utils.errors import DEBUG_ENV, OutOfMemoryError, UserError
 from torchtitan.utils.process import REPORTER_ENV
-from torchtitan.utils.signals import STOP_SIGNALS
+from torchtitan.utils.signals import STOP_SIGNALS, kill_text
 
 _TORCHRUN_WAITS = 20
 """Seconds after the first failure from which a SIGKILL is torchrun's own: it gives the other ranks
@@ -26,6 +26,8 @@ _TORCHRUN_WAITS = 20
 """
 _DUMPED_BEFORE = 120
 """Seconds before a failure in which NCCL's watchdog may have written its dump."""
+_LOGS = ("-r", "-t", "--redirects", "--tee", "--log")
+"""Options of torchrun that write the ranks' output to files."""
 
 
 # ---- starting
@@ -65,6 +67,8 @@ def run_ranks(
     _set_environment(options)
     arguments = [
         *_torchrun_options(options),
+        # Without logs, no folder that a killed launcher would leave.
+        *([] if any(word.startswith(_LOGS) for word in torchrun_argv) else ["--log-dir=/dev/null"]),
         *torchrun_argv,
         "-m",
         "torchtitan.train",
@@ -92,7 +96,11 @@ def run_ranks(
     except RendezvousError as error:
         raise UserError(f"--rdzv-endpoint={options.rdzv_endpoint}: {explain(error)}") from error
     except SignalException as error:
-        return stop.status() if error.sigval in STOP_SIGNALS else 128 + error.sigval
+        if error.sigval not in STOP_SIGNALS:
+            return 128 + error.sigval
+        if LAUNCHER_ENV not in os.environ:
+            print(f"This node leaves the run, as asked. To join again:\n  {command_line()}")
+        return stop.status()
     return 0
 
 
@@ -141,20 +149,22 @@ def _cause(config: Config, first: int, failures: Mapping[int, Any]) -> str:
     }
     folder = Path(config.job.dump_folder, config.comm.save_traces_folder)
     prefix = config.comm.save_traces_file_prefix
+    crashes = read_crashes(folder)
+    code = exits[first]
+    end = f"ended with exit code {code}"
+    if code < 0:
+        end = kill_text(code, crashes.get(first, [""])[0])
     dumps = read_dumps(folder, prefix)
     if dumps and any(
         dump.pid == failures[rank].pid for rank, dump in dumps.by_rank.items() if rank in failures
     ):
-        return diagnose(dumps, exits)
+        return diagnose(dumps, exits, crashes)
     if -SIGABRT in exits.values():
         # NCCL's watchdog writes the Flight Recorder, and ends the process, without any Python.
         dumps = read_dumps(folder, prefix, since=began - _DUMPED_BEFORE)
         if dumps:
-            return f"{diagnose(dumps, exits)} (rank {first} {kill_text(exits[first])})"
-    return (
-        f"rank {first} "
-        f"{kill_text(exits[first]) if exits[first] < 0 else f'ended with exit code {exits[first]}'}"
-    )
+            return f"{diagnose(dumps, exits)} (rank {first} {end})"
+    return f"rank {first} {end}"
 
 
 def what_lowers_memory(config: Config, world: int) -> str:
