@@ -3,9 +3,11 @@
 import pytest
 import torch.distributed as dist
 
-from tests.runs import arguments, losses, train, weights
+from tests.runs import arguments, losses, read_metrics, train, weights
 from torchtitan.checkpoint.commit import committed_steps
 from torchtitan.config import resolve
+from torchtitan.train.callbacks import Callback
+from torchtitan.train.evaluations import StopVote
 from torchtitan.train.preflight import preflight
 from torchtitan.train.trainer import Trainer
 from torchtitan.utils.signals import StopRequest
@@ -30,15 +32,25 @@ class AskedAt(StopRequest):
     def requested(self, _: bool) -> None: ...
 
 
+class Reasons(Callback):
+    def __init__(self):
+        self.reasons = []
+
+    def on_end(self, run, reason):
+        self.reasons.append(reason)
+
+
 def train_until_asked(argv, rank, step):
+    """Whether the run stopped, its last step, its weights, and the reason that callbacks get."""
+    reasons = Reasons()
     config = resolve(argv, dist.get_world_size()).config
     stop = AskedAt(step if dist.get_rank() == rank else 10**6)
-    trainer = Trainer(config, preflight(config), stop)
+    trainer = Trainer(config, preflight(config), stop, callbacks=[reasons])
     try:
         progress = trainer.train()
     finally:
         trainer.close()
-    return trainer.stopped, progress.step, weights(trainer.engine.models)
+    return trainer.stopped, progress.step, weights(trainer.engine.models), *reasons.reasons
 
 
 LAYOUTS = {
@@ -71,6 +83,7 @@ def test_the_last_rank_is_asked_and_all_save_the_same_step(ranks, tmp_path, layo
     whole = ranks(world, train, [*argv, f"--job.dump_folder={tmp_path / 'whole'}"])[0]
     outcomes = ranks(world, train_until_asked, argv, world - 1, 3)
     assert [outcome[:2] for outcome in outcomes] == [(True, 4)] * world
+    assert [outcome[3] for outcome in outcomes] == ["preempted"] * world
     assert committed_steps(tmp_path / "out/checkpoint")[-1] == 4
     assert not list((tmp_path / "out/checkpoint").glob(".*"))
     rest = ranks(world, train, argv)[0]
@@ -86,6 +99,40 @@ def test_asked_while_building_no_step_is_made(ranks, tmp_path):
     argv = arguments(tmp_path, "--checkpoint.enable")
     assert [o[:2] for o in ranks(2, train_until_asked, argv, 1, -1)] == [(True, 0)] * 2
     assert committed_steps(tmp_path / "out/checkpoint") == []
+
+
+def asked_in_a_validation(argv):
+    """One rank is asked within the second validation, after a step."""
+    stop = StopRequest()
+    config = resolve(argv, dist.get_world_size()).config
+    trainer = Trainer(config, preflight(config), stop)
+    validator = trainer.engine.validation
+    vote = validator.before_batch
+    batches = []
+
+    def before_batch():
+        batches.append(trainer.progress.step)
+        if dist.get_rank() == 1 and batches.count(4) == 3:
+            stop.requested = True
+        vote()
+
+    validator.before_batch = before_batch
+    progress = trainer.train()
+    trainer.close()
+    return trainer.stopped, progress.step, batches.count(2), batches.count(4)
+
+
+def test_asked_during_a_validation_it_ends_between_two_batches(ranks, tmp_path):
+    """And the step before it is saved."""
+    held_out = {"enable": "true", "freq": 2, "seq_len": 32, "dataset": "demo_validation"}
+    flags = [f"--validation.{key}={value}" for key, value in held_out.items()]
+    flags.append("--validation.steps=8")
+    argv = arguments(tmp_path, *flags, "--checkpoint.enable", steps=6)
+    stopped = ranks(2, asked_in_a_validation, argv)
+    assert stopped == [(True, 4, 8, StopVote.freq)] * 2
+    assert committed_steps(tmp_path / "out/checkpoint") == [4]
+    records = [r for r in read_metrics(tmp_path / "out") if "validation_loss" in r]
+    assert [r["step"] for r in records] == [2]
 
 
 def asked_without_checkpoints(argv):

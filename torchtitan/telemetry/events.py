@@ -37,6 +37,7 @@ class Events(logging.Handler):
         super().__init__()
         self.file = RunFile(folder / FILE)
         self.listener = listener
+        self.writes = writes
         if not writes:
             return
         if not continues and self.file.path.exists():
@@ -52,14 +53,14 @@ class Events(logging.Handler):
         if self.listener is not None:
             self.listener(entry)
 
-    def end(self, step: int, reason: str | None, loss: float | None = None) -> None:
+    def end(self, step: int, reason: str, loss: float | None = None) -> None:
         """Record the end of this start.
 
         Args:
-            reason: the reason in `run.json`; None on other ranks than 0.
+            reason: the reason in `run.json`.
             loss: the loss of `step`, if this start trained it.
         """
-        if reason is not None:
+        if self.writes:
             kind = _KIND.get(reason, "failed")
             message = reason.removeprefix("failed: ")
             if kind != "failed":

@@ -183,11 +183,11 @@ class RunRecord:
         """Add an entry about this start, written with the next heartbeat or at the end."""
         self._current[key] = value
 
-    def end(self, step: int, last_step: int, error: BaseException | None = None) -> str | None:
+    def end(self, step: int, last_step: int, error: BaseException | None = None) -> str:
         """Record the end of this start; a failure with the message of the rank that caused it.
 
         Returns:
-            The recorded reason on rank 0; None on other ranks.
+            The recorded reason; after a failure, other ranks than 0 return their own.
         """
         failure = None if error is None else failure_of(error)
         if failure is None:
@@ -208,7 +208,7 @@ class RunRecord:
             self._adopt_identity(run)
             self._write(starts)
         self._stopwatch.close()
-        return reason if self.writes else None
+        return reason
 
     def goodput(self) -> str:
         """The whole run's time in one line."""

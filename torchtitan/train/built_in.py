@@ -124,7 +124,7 @@ class LimitCollectives(Callback):
 
     def after_step(self, run: Run, result: StepResult) -> None:
         compiles = run.config.compile.enable
-        due = [evaluation for evaluation in self.cold if evaluation.due(run, result)]
+        due = [evaluation for evaluation in self.cold if evaluation.due(run)]
         self.cold = [evaluation for evaluation in self.cold if evaluation not in due]
         if not self.warm:
             self.warm = True
@@ -331,7 +331,7 @@ class Save(Callback):
             self.logged_copies = True
             self.checkpointer.log_copies()
         step = run.progress.step
-        stops = stops_early(run, result)
+        stops = stops_early(self.engine)
         if stops and not self.checkpointer.saving:
             logger.warning(
                 f"Asked to stop: step {step} is lost, as checkpoint.enable = false or "

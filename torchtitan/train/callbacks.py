@@ -96,8 +96,8 @@ class Callback:
         """The guard has gone back to the checkpoint of `step`."""
 
     def on_end(self, run: "Run", reason: str) -> None:
-        """Training has ended: `completed`, `preempted`, or with an error. After an error don't
-        communicate: other ranks may have exited.
+        """Training has ended: `completed`, `preempted`, or with this rank's error. After an error
+        don't communicate: other ranks may have exited.
         """
 
 

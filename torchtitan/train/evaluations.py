@@ -4,73 +4,128 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torchtitan.config.sections.evals import Eval, Sampling
+import torch
+
+from torchtitan.config.sections.evals import Eval
+from torchtitan.config.sections.schema import Config
 from torchtitan.inference import generator
 from torchtitan.inference.generator import Continuation, continue_prompts
 from torchtitan.inference.tasks import Tasks, scores
+from torchtitan.parallel.collectives import AnyRank
 from torchtitan.telemetry.metrics import MetricsReporter
 from torchtitan.train.callbacks import Callback, Run
 from torchtitan.train.engine import Engine
-from torchtitan.train.logits import Probe
 from torchtitan.train.state import StepResult
 from torchtitan.train.step import prepare_weights
 from torchtitan.utils.activity import note, phase
+from torchtitan.utils.logging import logger
+from torchtitan.utils.signals import StopRequest
 
 
-def is_due(run: Run, freq: int) -> bool:
-    """Whether this step is the last, or a multiple of `freq`."""
-    step = run.progress.step
-    return step % freq == 0 or step == run.config.training.steps
-
-
-def stops_early(run: Run, result: StepResult) -> bool:
+def stops_early(engine: Engine) -> bool:
     """Whether the run ends before its last step, because it was asked to stop."""
-    return result.stop and run.progress.step < run.config.training.steps
+    return engine.stops and engine.progress.step < engine.config.training.steps
+
+
+class _StoppedError(Exception):
+    """Some rank was asked to stop."""
+
+
+class StopVote:
+    """Ends an evaluation between two batches, on all ranks, once any was asked to stop."""
+
+    freq = 4
+    """Batches between two votes; the host waits for each."""
+
+    def __init__(self, request: StopRequest, device: torch.device):
+        self.request = request
+        self.device = device
+        self.batches = 0
+
+    def __call__(self) -> None:
+        self.batches += 1
+        votes = self.batches % self.freq == 0
+        if votes and AnyRank(self.request.requested, self.device).answer() > 0:
+            raise _StoppedError
 
 
 @contextmanager
 def _averaged_weights(engine: Engine) -> Iterator[None]:
     """A context in which the model has the average of its weights."""
     assert engine.average is not None
-    with engine.average.swap_in():
+    try:
+        with engine.average.swap_in():
+            prepare_weights(engine)
+            yield
+    finally:
         prepare_weights(engine)
-        yield
-    prepare_weights(engine)
 
 
 class Evaluation(Callback):
-    """A callback that runs the model after some steps."""
+    """A callback that runs the model after some steps, and gives up if the run is asked to stop."""
 
-    def due(self, run: Run, result: StepResult) -> bool:
-        """Whether it runs the model after this step."""
-        raise NotImplementedError
-
-
-class Validate(Evaluation):
-    """Computes the loss on held-out data: `[validation]`."""
+    activity = ""
+    """Name of the evaluation, after "has been"."""
 
     def __init__(self, engine: Engine, metrics: MetricsReporter):
         self.engine = engine
         self.metrics = metrics
 
-    def due(self, run: Run, result: StepResult) -> bool:
-        validates = self.engine.validation is not None and not stops_early(run, result)
-        return validates and is_due(run, run.config.validation.freq)
+    def due(self, run: Run) -> bool:
+        """Whether it runs the model after this step."""
+        step = run.progress.step
+        freq = self.freq(run.config)
+        is_due = freq and (step % freq == 0 or step == run.config.training.steps)
+        return bool(is_due) and not stops_early(self.engine)
+
+    def freq(self, config: Config) -> int:
+        """Steps between two evaluations, besides the last step; 0: never."""
+        raise NotImplementedError
+
+    def evaluate(self, run: Run) -> Any:
+        """Run the model."""
+        raise NotImplementedError
+
+    def record(self, run: Run, outcome: Any) -> None:
+        """Record what `evaluate` returned."""
+        raise NotImplementedError
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        validator = self.engine.validation
-        if validator is None or not self.due(run, result):
+        if not self.due(run):
             return
-        with phase("validation", "validating"):
-            records = [outcome.record() for outcome in validator.run()]
-            if run.config.ema.validation:
-                with _averaged_weights(self.engine):
-                    average_records = [outcome.record() for outcome in validator.run()]
-                for record, average_record in zip(records, average_records, strict=True):
-                    record["loss_ema"] = average_record["loss"]
-                    record["bits_per_byte_ema"] = average_record["bits_per_byte"]
-        self.metrics.log_validation(run.progress.step, records)
-        self.engine.notify("on_validation", records)
+        with phase("validation", self.activity):
+            try:
+                outcome = self.evaluate(run)
+            except _StoppedError:
+                self.engine.stops = True
+                logger.info(f"Asked to stop while {self.activity}, which isn't finished")
+                return
+        self.record(run, outcome)
+
+
+class Validate(Evaluation):
+    """Computes the loss on held-out data: `[validation]`."""
+
+    activity = "validating"
+
+    def freq(self, config: Config) -> int:
+        return config.validation.freq if self.engine.validation is not None else 0
+
+    def evaluate(self, run: Run) -> list[dict[str, Any]]:
+        validator = self.engine.validation
+        assert validator is not None
+        records = [outcome.record() for outcome in validator.run()]
+        if run.config.ema.validation:
+            with _averaged_weights(self.engine):
+                average_records = [outcome.record() for outcome in validator.run()]
+            for record, average_record in zip(records, average_records, strict=True):
+                record["loss_ema"] = average_record["loss"]
+                record["bits_per_byte_ema"] = average_record["bits_per_byte"]
+        return records
+
+    def record(self, run: Run, outcome: list[dict[str, Any]]) -> None:
+        self.metrics.log_validation(run.progress.step, outcome)
+        self.engine.notify("on_validation", outcome)
 
     def on_end(self, run: Run, reason: str) -> None:
         if self.engine.validation is not None:
@@ -80,26 +135,16 @@ class Validate(Evaluation):
 class WriteSamples(Evaluation):
     """Writes the model's continuations of prompts: `[sampling]`."""
 
-    def __init__(self, engine: Engine, metrics: MetricsReporter):
-        self.probe = engine.probe
-        self.tokenizer = engine.setup.tokenizer
-        self.metrics = metrics
+    activity = "writing samples"
 
-    def due(self, run: Run, result: StepResult) -> bool:
+    def freq(self, config: Config) -> int:
+        return config.sampling.freq if config.sampling.prompts else 0
+
+    def evaluate(self, run: Run) -> list[dict[str, Any]]:
         config = run.config.sampling
-        writes = self.probe is not None and bool(config.prompts) and not stops_early(run, result)
-        return writes and is_due(run, config.freq)
-
-    def after_step(self, run: Run, result: StepResult) -> None:
-        config = run.config.sampling
-        if self.probe is None or not self.due(run, result):
-            return
-        with phase("validation", "writing samples"):
-            samples = self._write(self.probe, config, run)
-        self.metrics.log_samples(run.progress.step, samples)
-
-    def _write(self, probe: Probe, config: Sampling, run: Run) -> list[dict[str, Any]]:
-        tokenizer = self.tokenizer
+        probe = self.engine.probe
+        assert probe is not None
+        tokenizer = self.engine.setup.tokenizer
         prompts = [tokenizer.encode(text, bos=True) or tokenizer.ends for text in config.prompts]
         rows: list[Continuation] = []
         for first in range(0, len(prompts), probe.batch):
@@ -117,26 +162,29 @@ class WriteSamples(Evaluation):
             for prompt, row in zip(config.prompts, rows, strict=True)
         ]
 
+    def record(self, run: Run, outcome: list[dict[str, Any]]) -> None:
+        self.metrics.log_samples(run.progress.step, outcome)
+
 
 class RunTasks(Evaluation):
     """Runs benchmarks of lm-eval: `[eval]`."""
 
+    activity = "running lm-eval"
+
     def __init__(self, engine: Engine, metrics: MetricsReporter, tasks: Tasks | None):
+        super().__init__(engine, metrics)
         self.tasks = tasks
-        self.probe = engine.probe
-        self.tokenizer = engine.setup.tokenizer
-        self.metrics = metrics
 
-    def due(self, run: Run, result: StepResult) -> bool:
-        runs = self.tasks is not None and self.probe is not None and not stops_early(run, result)
-        return runs and is_due(run, run.config.eval.freq)
+    def freq(self, config: Config) -> int:
+        return config.eval.freq if self.tasks is not None else 0
 
-    def after_step(self, run: Run, result: StepResult) -> None:
-        if self.tasks is None or self.probe is None or not self.due(run, result):
-            return
-        with phase("validation", "running lm-eval"):
-            results = self.tasks.run(self.probe, self.tokenizer)
-        self.metrics.log_evals(run.progress.step, scores(results))
+    def evaluate(self, run: Run) -> Any:
+        assert self.tasks is not None
+        assert self.engine.probe is not None
+        return self.tasks.run(self.engine.probe, self.engine.setup.tokenizer)
+
+    def record(self, run: Run, outcome: Any) -> None:
+        self.metrics.log_evals(run.progress.step, scores(outcome))
 
 
 def load_tasks(section: Eval) -> Tasks | None:

@@ -61,6 +61,7 @@ class Probe:
         self.unit = unit
         self.max_seq_len = max_seq_len
         self.compiled = compiled
+        self.before_batch: Callable[[], object] = lambda: None
         self._computes: dict[int, Compute] = {}
         self._read: Read = lambda logits, _: logits
         self._values = torch.empty(0)
@@ -88,6 +89,7 @@ class Probe:
         order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
         with self._inference():
             for first in range(0, len(order), self.batch):
+                self.before_batch()
                 together = order[first : first + self.batch]
                 note(f"evaluating texts {first + 1} to {first + len(together)} of {len(texts)}")
                 length = self._length(len(texts[together[0]]))
@@ -159,7 +161,9 @@ class Probe:
         for model in compute.models:
             model.eval()
         with torch.compiler.set_stance("force_eager") if self.compiled else nullcontext():
-            yield
-        compute.reshard()  # a checkpoint must not see gathered weights
-        for model in compute.models:
-            model.train()
+            try:
+                yield
+            finally:
+                compute.reshard()  # a checkpoint must not see gathered weights
+                for model in compute.models:
+                    model.train()

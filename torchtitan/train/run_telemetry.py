@@ -75,16 +75,13 @@ class Telemetry:
         )
         _announce(config, step)
 
-    def close(
-        self, step: int, recorded_reason: str | None, reason: str, last_loss: float | None
-    ) -> None:
+    def close(self, step: int, reason: str, last_loss: float | None) -> None:
         """
         Args:
-            recorded_reason: from the run record; None except on rank 0.
             reason: why this start ended, as in `run.json`.
             last_loss: the loss of `step`; None if this start didn't train it.
         """
-        self.events.end(step, recorded_reason, last_loss)
+        self.events.end(step, reason, last_loss)
         self.metrics.close(reason)
         self.run_record.save_trackers()
 

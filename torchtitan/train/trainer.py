@@ -22,7 +22,7 @@ from torchtitan.parallel.precision.dense import check_hardware
 from torchtitan.train.build import Builders, build, set_determinism
 from torchtitan.train.built_in import all_callbacks, first_limit
 from torchtitan.train.callbacks import Arrange, Callback, CallbackStates, build_callbacks
-from torchtitan.train.evaluations import load_tasks, stops_early
+from torchtitan.train.evaluations import StopVote, load_tasks, stops_early
 from torchtitan.train.folder_locks import lock_folders, open_log
 from torchtitan.train.preflight import Setup
 from torchtitan.train.restore import RunState, restore
@@ -31,7 +31,7 @@ from torchtitan.train.run_telemetry import Telemetry
 from torchtitan.train.state import Progress, seed_step
 from torchtitan.train.step import build_update, prepare_weights, train_step
 from torchtitan.utils.accelerators import hardware_fault, read_accelerators
-from torchtitan.utils.activity import DATA, SAVING, begin, note, phase
+from torchtitan.utils.activity import DATA, SAVING, begin, current, note, phase
 from torchtitan.utils.device import (
     current_device,
     describe_cpu_precision,
@@ -79,8 +79,6 @@ class Trainer:
         self.stop_request = stop or StopRequest()
         self.has_trained = False
         """Whether this start has trained a step."""
-        self.stopped = False
-        """Whether training ends early, because some rank was asked to stop."""
         builders = builders or Builders()
         self._connect(builders)
         user_callbacks = (*build_callbacks(config), *callbacks)
@@ -124,6 +122,9 @@ class Trainer:
         engine = build(config, self.setup, self.device, builders)
         engine.logged.gather = bool(user_callbacks)
         self.engine = engine
+        for model_user in (engine.validation, engine.probe):
+            if model_user is not None:
+                model_user.before_batch = StopVote(self.stop_request, self.device)
         if self.owns_process_group:
             limit = first_limit(config, self.setup)
             limit_groups(limit)
@@ -199,6 +200,11 @@ class Trainer:
     def progress(self) -> Progress:
         return self.engine.progress
 
+    @property
+    def stopped(self) -> bool:
+        """Whether training ends early, because some rank was asked to stop."""
+        return stops_early(self.engine)
+
     # ---- the loop
 
     def train(self) -> Progress:
@@ -218,8 +224,8 @@ class Trainer:
                 self.engine.notify("on_start")
                 batches = iter(self.engine.loader) if self.progress.step < steps else iter(())
                 any_stop = AnyRank(self.stop_request.requested, self.device)
-                self.stopped = bool(any_stop.answer() > 0)
-                while self.progress.step < steps and not self.stopped:
+                self.engine.stops = bool(any_stop.answer() > 0)
+                while self.progress.step < steps and not self.engine.stops:
                     step = self.progress.step + 1
                     begin("other", "between two steps", step)
                     with phase(run_record.kind_of(step), "starting a step", step):
@@ -271,7 +277,7 @@ class Trainer:
             return
         progress.advance(result.tokens, result.loss, skipped=not result.updated)
         self.engine.schedule.advance()
-        self.stopped = stops_early(self.engine, result)
+        self.engine.stops = result.stop
         self.engine.notify("after_step", result)
 
     def _warn_if_data_ends(self) -> None:
@@ -292,7 +298,8 @@ class Trainer:
 
     def _out_of_memory(self, error: BaseException) -> OutOfMemoryError:
         return OutOfMemoryError(
-            f"step {self.progress.step + 1}: out of memory; {self.checkpointer.last_good()}.\n"
+            f"step {self.progress.step + 1}: out of memory while {current().activity}; "
+            f"{self.checkpointer.last_good()}.\n"
             'Set activation_checkpoint.mode = "full" or training.loss_chunks, lower '
             "training.local_batch_size (training.global_batch_size keeps the batch, by "
             "accumulation), shard over more ranks, or set training.enable_cpu_offload = true; "
@@ -311,14 +318,13 @@ class Trainer:
         see the loader; and folders are released last, when nothing writes any more.
         """
         step = self.progress.step
-        recorded_reason = self.telemetry.run_record.end(step, self.config.training.steps, error)
-        reason = recorded_reason or ("failed" if error is not None else "completed")
+        reason = self.telemetry.run_record.end(step, self.config.training.steps, error)
         explained = isinstance(error, HangError)  # by the watch itself
         if self.watch is not None and isinstance(error, Exception) and not explained:
             self.watch.failed(error)
         if error is not None:
             self.checkpointer.settle(COMMIT_SECONDS)
-        self.telemetry.close(step, recorded_reason, reason, self.progress.last_loss)
+        self.telemetry.close(step, reason, self.progress.last_loss)
         self._end_callbacks(reason, error)
         self.engine.loader.close()
         if error is None and dist.get_rank() == 0:
@@ -328,6 +334,8 @@ class Trainer:
             note("ending")
             barrier()
         if self.watch is not None:
+            if error is not None:
+                self.watch.give_up()
             self.watch.close()
         if ends_together:
             dist.destroy_process_group()
@@ -336,7 +344,9 @@ class Trainer:
     def _end_callbacks(self, reason: str, error: BaseException | None) -> None:
         try:
             self.engine.notify("on_end", reason)
-        except Exception:
+        except Exception as failure:
             if error is None:
+                if self.watch is not None:
+                    self.watch.failed(failure)
                 raise
             logger.exception("a callback failed after the error")

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,22 +83,25 @@ class Validator:
         self.mesh = mesh
         self.device = device
         self.byte_lengths = torch.from_numpy(byte_lengths).to(device)
+        self.before_batch: Callable[[], object] = lambda: None
 
     def run(self) -> list[ValidationResult]:
         """Validate on every set."""
         for model in self.compute.models:
             model.eval()
-        results = [self._validate(data) for data in self.sets]
-        self.compute.reshard()  # a checkpoint must not see gathered weights
-        for model in self.compute.models:
-            model.train()
-        return results
+        try:
+            return [self._validate(data) for data in self.sets]
+        finally:
+            self.compute.reshard()  # a checkpoint must not see gathered weights
+            for model in self.compute.models:
+                model.train()
 
     @torch.no_grad()
     def _validate(self, data: ValidationData) -> ValidationResult:
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         counts = torch.zeros(2, dtype=torch.int64, device=self.device)
         for batch in self._batches(data):
+            self.before_batch()
             rows = self.compute.local_rows(
                 batch.tokens, batch.labels, continues=batch.continues
             ).to(self.device)
