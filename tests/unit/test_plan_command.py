@@ -299,7 +299,6 @@ def test_options_are_strict(capsys):
         (["--axes=ac"], "--axes needs --search"),
         (["--axes=all", "--search"], "no axis 'all' (there is batch,"),
         (["--output=x.toml"], "--output needs --from-run"),
-        (["--mtbf=50000"], "--mtbf and --storage need each other"),
         (["--money=-1"], "--money: -1: must be a number above 0"),
     ):
         with pytest.raises(SystemExit):

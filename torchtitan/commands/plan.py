@@ -8,20 +8,27 @@ import argparse
 import json
 import shlex
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from torchtitan.config.load.command_line import flag_text
 from torchtitan.tools.planner import calibrate
-from torchtitan.tools.planner.budget import Failures, budget_of, budget_text
 from torchtitan.tools.planner.cpu import find_or_measure
 from torchtitan.tools.planner.options import options_of, parse
 from torchtitan.tools.planner.page import page, pictures, schedule_svg
 from torchtitan.tools.planner.planner import find_layouts, make_plan, nothing_fits, planned_toml
 from torchtitan.tools.planner.predict import Plan
-from torchtitan.tools.planner.render import as_data, as_text, comparison, search_data, search_table
+from torchtitan.tools.planner.render import (
+    as_data,
+    as_text,
+    comparison,
+    run_of,
+    search_data,
+    search_table,
+    show_rounded,
+)
 from torchtitan.tools.planner.sizes import compare_sizes, sizes_data, sizes_table
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import write_output
@@ -55,19 +62,19 @@ def main(argv: list[str]) -> int:
     options, flags = parse(parser(), argv or ["--help"])
     prediction = _of_run(options, flags) if options.from_run else _of_flags(options, flags)
     plan = prediction.plan
-    budget = list(_budget(options, plan))
+    cost = list(_cost(options, plan))
     toml = planned_toml(plan, prediction.flags)
     data = as_data(plan, options.tokens) | {
         "command": shlex.join(["torchtitan", "plan", *argv]),
         "date": datetime.now(UTC).isoformat(timespec="minutes"),
         "toml": toml,
     }
-    data |= {key: section for key, section, _ in prediction.sections + budget}
+    data |= {key: section for key, section, _ in prediction.sections + cost}
     _write(_files(options, prediction, toml=toml, data=data))
     if options.json == _TERMINAL:
         print(_json(data), end="")
     else:
-        before, after = ([text for *_, text in group] for group in (prediction.sections, budget))
+        before, after = ([text for *_, text in group] for group in (prediction.sections, cost))
         print("\n\n".join([*before, as_text(plan, options.tokens), *after]))
         for option in ("write", "json", "html", "schedule_svg", "output"):
             if file := getattr(options, option):
@@ -123,14 +130,11 @@ def _of_flags(options: argparse.Namespace, flags: list[str]) -> Prediction:
     return Prediction(plan, flags, sections, proposals)
 
 
-def _budget(options: argparse.Namespace, plan: Plan) -> Iterator[Section]:
-    """Days and money, if there are failures or a price."""
-    failures = None
-    if options.mtbf:
-        failures = Failures(options.mtbf, options.storage * 1e9, options.restart)
-    if failures or options.money:
-        budget = budget_of(plan, options.tokens, failures, options.money)
-        yield "budget", asdict(budget), budget_text(budget, plan, failures, options.money)
+def _cost(options: argparse.Namespace, plan: Plan) -> Iterator[Section]:
+    """The run's cost, if there is a price."""
+    if price := options.money:
+        cost = price * run_of(plan, options.tokens).gpu_hours
+        yield "cost", cost, f"Cost: {show_rounded(cost)} at {price:g} per GPU-hour"
 
 
 def _files(

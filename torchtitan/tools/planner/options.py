@@ -50,28 +50,6 @@ def _add_budget(parser: argparse.ArgumentParser) -> None:
     add(
         "--money", type=number, metavar="PRICE", help="price of a GPU-hour: add the cost of the run"
     )
-    add(
-        "--mtbf",
-        type=number,
-        metavar="HOURS",
-        help="mean time between failures of a GPU: add goodput and the best interval between "
-        "checkpoints. Llama 3's "
-        "419 interruptions in 54 days on 16,384 GPUs (arXiv:2407.21783) are one per "
-        "50,700 hours of a GPU",
-    )
-    add(
-        "--storage",
-        type=number,
-        metavar="GB/S",
-        help="rate at which all ranks together write checkpoints",
-    )
-    add(
-        "--restart",
-        type=number,
-        default=10.0,
-        metavar="MINUTES",
-        help="to restart after a failure (default: 10)",
-    )
 
 
 def _add_search(parser: argparse.ArgumentParser) -> None:
@@ -139,8 +117,6 @@ def parse(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Na
     has_config = options.config or options.world or options.search or options.compare
     conflicts = {
         "--compare needs two TOML files": options.compare and files != 2,
-        "--mtbf and --storage need each other: what a failure costs depends on how long a save "
-        "takes": bool(options.mtbf) != bool(options.storage),
         "--axes needs --search": options.axes and not options.search,
         "--days chooses the number of GPUs; drop it, or --world": options.days
         and (options.world or options.from_run),

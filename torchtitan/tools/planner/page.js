@@ -14,7 +14,6 @@ origin();
 memoryOfRanks();
 timeParts();
 costs();
-if (data.budget) budget();
 if (data.compared) compared();
 if (data.schedule_svg) schedule();
 if (data.search) search();
@@ -53,6 +52,7 @@ function figures() {
     `in ${tenth(memory.usable_gib)} GiB of a GPU`, memory.fits ? "good" : "bad");
   card("gpu_hours", significant(run.gpu_hours), "GPU-hours", range(run.range_gpu_hours, significant));
   card("hours", duration(run.hours), `for ${large(run.tokens, "tokens")}, ${plural(Math.round(run.steps), "step")}`, range(run.range_hours, duration));
+  if (data.cost) card("cost", significant(data.cost), "cost of the run", `${number(data.cost / run.gpu_hours, 2)} per GPU-hour`);
   element(main, "p", {class: "dim"}, "9 of 10 such runs are within the ranges: " +
     `speed ±${percent(time.band)}, memory ±${percent(memory.band)}.`);
 }
@@ -105,26 +105,6 @@ function costs() {
       `${c.gain < 0 ? "" : "+"}${percent(c.gain, 1)}`, number(c.peak_gib, 1), c.fits ? "✓ fits" : "✗ too large"]),
       {label: `Changes that lower ${cost.part}`, wide: true});
   }
-}
-
-// Days and money with failures: `--money` and `--mtbf`.
-function budget() {
-  const {goodput, hours, gpu_hours: gpuHours, cost} = data.budget;
-  const made = section(goodput ? "With failures" : "Cost"), cards = element(made, "div", {class: "cards"});
-  const card = (key, value, name, more) => {
-    const one = element(cards, "div");
-    element(one, "b", {"data-figure": key}, value);
-    element(one, "span", {}, name);
-    element(one, "span", {class: "dim"}, more);
-  };
-  if (goodput) {
-    card("goodput", percent(goodput.share, 1), "goodput", "training that is kept");
-    card("interval", plural(goodput.interval_steps, "step"), "best checkpoint.interval",
-      goodput.own_share === null ? "" : `${percent(goodput.own_share, 1)} goodput at ${number(goodput.own_steps)}`);
-    card("failures", duration(goodput.mtbf / 3600), "between failures", `saves of ${bytes(goodput.saves.size)}`);
-  }
-  card("budget_hours", duration(hours), `for ${large(run.tokens, "tokens")}`, `${significant(gpuHours)} GPU-hours`);
-  if (cost !== null) card("cost", significant(cost), "price of the run", `${number(cost / gpuHours, 2)} per GPU-hour`);
 }
 
 function compared() {
