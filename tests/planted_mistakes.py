@@ -47,7 +47,8 @@ def doubled_gradient(models, mesh):
 
 def dropped_all_reduce(tensor, *args, group=None, calls=[], **options):  # noqa: B006 - counts the calls
     """HSDP's reduction over the replicas is left out for the last block: the second of four in each
-    backward, after the output's. Counts of tokens and losses, which are reduced by the same group, are small.
+    backward, after the output's. Counts of tokens and losses, which are reduced by the same group,
+    are small.
     """
     replicas = group is not None and group.group_desc == "mesh_dp_replicate"
     ours = replicas and tensor.numel() > 100

@@ -15,8 +15,10 @@ import resource
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -87,16 +89,34 @@ def make_tokens(folder: Path) -> None:
                 os.link(folder / f"first.{ending}", folder / f"source-{source}/{i:04d}.{ending}")
 
 
+def count_files() -> list[str]:
+    """The files that the main thread opens from now on, in order; without code."""
+    from torchtitan.health.rank_dumps import is_library
+
+    paths: list[str] = []
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        if event != "open" or threading.current_thread() is not threading.main_thread():
+            return
+        if isinstance(args[0], str | bytes | os.PathLike):
+            path = os.fsdecode(args[0])
+            code = path.endswith((".py", ".pyc", ".so")) or is_library(path)
+            if not (code or path.startswith(("/dev/", "/proc/", "/sys/"))):
+                paths.append(path)
+
+    sys.addaudithook(hook)
+    return paths
+
+
 def start(folder: Path, cache: Path) -> None:
     """Open all sources, read some steps, and print what it took."""
     from torchtitan.config.sections.data import DataLoader, Source
     from torchtitan.data.encode.tokenizer import build_tokenizer
     from torchtitan.data.loader import build_loader
     from torchtitan.data.sources import DataSpec
-    from torchtitan.tools.rehearsal.requests import count_files
 
     tokenizer = build_tokenizer(TOKENIZER)
-    files = count_files(lambda: True)
+    files = count_files()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     begin = time.perf_counter()
     cpu = time.process_time()

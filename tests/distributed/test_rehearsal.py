@@ -2,9 +2,7 @@
 
 import json
 import re
-import threading
 from collections import Counter
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -20,12 +18,11 @@ from torchtitan.config.sections.data import DataStage, ValidationSet
 from torchtitan.health.collectives import Group
 from torchtitan.tools.rehearsal import rehearsal
 from torchtitan.tools.rehearsal.coverage import NEVER, OMISSIONS, omissions, rehearsal_config
-from torchtitan.tools.rehearsal.events import Creation, Message, Post, RankRecord, Wait
+from torchtitan.tools.rehearsal.events import Message, Post, RankRecord, Wait
 from torchtitan.tools.rehearsal.mismatches import Counts, check_messages
 from torchtitan.tools.rehearsal.rank_sample import VALUES, RankSample, coordinates, corners, rank_at
 from torchtitan.tools.rehearsal.rehearsal import Rehearsal, few_layers, rehearse
 from torchtitan.tools.rehearsal.render import as_text
-from torchtitan.tools.rehearsal.startup import at_once, lazily, startup
 from torchtitan.tools.rehearsal.waits import check_circles
 from torchtitan.train.build import build
 from torchtitan.train.preflight import preflight
@@ -355,85 +352,24 @@ def test_a_message_is_sent_and_received_over_the_same_communicator(first, second
 # ---- the start
 
 
-class CountingStore(dist.Store):
-    """Counts the operations on a store in memory."""
-
-    def __init__(self, store):
-        super().__init__()
-        self.store = store
-        self.count = 0
-
-
-for name in ("set", "get", "wait", "add", "check"):
-
-    def counted(self, *args, name=name):
-        self.count += 1
-        return getattr(self.store, name)(*args)
-
-    setattr(CountingStore, name, counted)
-
-
-def requests(ranks, *collectives):
-    """Requests of each member of a gloo group, of threads of this process, to the store."""
-    shared = dist.HashStore()
-    stores = [CountingStore(shared) for _ in range(ranks)]
-
-    def member(rank):
-        group = dist.ProcessGroupGloo(stores[rank], rank, ranks, timedelta(seconds=30))
-        for collective in collectives:
-            collective(group).wait()
-
-    threads = [threading.Thread(target=member, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [store.count for store in stores]
-
-
-@pytest.mark.parametrize("lazy", [False, True])
-def test_requests_to_the_store_are_those_of_real_groups(monkeypatch, lazy):
-    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", str(int(lazy)))
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    ranks = 6
-    made = requests(ranks)
-    record = RankRecord(0, groups=[Group(tuple(range(ranks)), "all ranks", "")])
-    record.creations = [Creation(tuple(range(ranks)), "all ranks", "")]
-    config = resolve(
-        [f"{P}data_parallel_shard_degree={ranks}", "--training.dataset=demo"], ranks
-    ).config
-    found = startup(Rehearsal(config, ranks, None, {0: record}, Counts(), []))
-    assert sum(made) == (found.lazy_store if lazy else found.store)
-    collectives = (
-        lambda group: group.barrier(),
-        lambda group: group.broadcast([torch.zeros(1)], dist.BroadcastOptions()),
-        lambda group: group.allreduce([torch.zeros(1)]),
-        lambda group: group.allgather(
-            [[torch.zeros(1) for _ in range(group.size())]], [torch.zeros(1)]
-        ),
-    )
-    for members in (4, 8, 16):
-        count = lazily(members) if lazy else at_once(members)
-        assert max(requests(members, *collectives)) == count
-
-
 @pytest.mark.slow
-def test_a_start_costs_a_rank_the_same_in_any_world(monkeypatch):
-    """Requests to the store, groups, files and objects; connections grow with the logarithm."""
+def test_a_start_a_save_and_a_resume_cost_a_rank_the_same_in_any_world(monkeypatch):
     toml = str(ROOT / "train_configs/debug_model.toml")
-    found = {}
-    for world in (512, 16384):
-        argv = ["--job.config_file", toml, NO_FILES, "--training.local_batch_size=1"]
-        monkeypatch.setattr(rehearsal, "corners", lambda degrees: {0, degrees["dp_shard"] // 2})
-        result = rehearse(resolve(argv, world).config, world, layers=1)
-        assert result.faults == []
-        found[world] = startup(result)
-    small, large = found.values()
-    assert small.groups == large.groups
-    assert small.files == large.files < 20
-    assert large.requests - small.requests == large.groups * (lazily(16384) - lazily(512))
-    assert large.requests < 150
-    assert large.start_objects < 2**21  # names of host and device of 16,384 ranks
+    argv = ["--job.config_file", toml, NO_FILES, "--training.local_batch_size=1"]
+    monkeypatch.setattr(rehearsal, "corners", lambda degrees: {0, degrees["dp_shard"] // 2})
+    small, large = (
+        rehearse(resolve([*argv, "--checkpoint.enable"], world).config, world, layers=1)
+        for world in (512, 16384)
+    )
+    assert small.faults == large.faults == []
+    for during in ("start", "save", "resume"):
+        few, many = (
+            [e for e in result.records[0].collectives if e.during == during]
+            for result in (small, large)
+        )
+        assert [e.op for e in few] == [e.op for e in many] != []
+        # in one: names of host and device of 16,384 ranks; index and manifest of their files
+        assert all(e.bytes < 2**21 for e in many)
 
 
 # ---- against real ranks

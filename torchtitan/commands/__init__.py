@@ -62,7 +62,7 @@ REPLACEMENTS = {
     "plan --adopt": "start each layout of `--search --write` with `torchtitan train`, and compare "
     "the runs with `torchtitan report`",
     "plan --calibrate": "name the hardware file of `--from-run DIR` with --output FILE",
-    "plan --mtbf": "`torchtitan report` shows the goodput of runs, and checkpoint.interval sets what a "
+    "plan --mtbf": "`torchtitan report` shows the goodput of runs; checkpoint.interval sets what a "
     "failure can cost",
     "plan --try": "write one layout at a time with `--search --write FILE`, and train each",
     "submit --to": "edit examples/kubernetes/train.yaml or examples/sky/train.yaml",

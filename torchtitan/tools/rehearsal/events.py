@@ -96,20 +96,10 @@ class RankRecord:
     """The line of a loop that never ends with the values of a rehearsal."""
     broadcasts: list[Any] = field(default_factory=list)
     """Objects that the rank broadcast to all others, in order."""
-    layers: tuple[int, int] = (1, 1)
-    """Number of layers of the rank's stages: those that ran, and all."""
-    checkpoint_pieces: tuple[int, int] = (0, 0)
-    """Pieces of tensors in a checkpoint, over all ranks: of layers that ran, of other modules."""
-    store_keys: int = 0
-    """Number of the store's keys that it set, added to or read until the first step."""
-    files: int = 0
-    """Number of files that it opened until the first step, except code and data."""
     cpu_seconds: float = 0.0
     """CPU time of the process."""
     memory: int = 0
     """Peak memory of the process in bytes."""
-    metadata: float = 0.0
-    """Bytes of a checkpoint's metadata per piece of a tensor."""
 
     @property
     def collectives(self) -> Sequence[Entry]:

@@ -5,14 +5,16 @@ on the CPU, since autograd needs a device that this build of torch supports.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import distributed_c10d
 from torch.distributed.pipelining import schedules, stage
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -43,6 +45,8 @@ def no_network() -> Iterator[FakeTensorMode]:
         stack.enter_context(
             replaced(ShardingPropagator, _propagate_tensor_meta_non_cached=propagate)
         )
+        store = _Store()
+        stack.enter_context(replaced(distributed_c10d, _get_default_store=lambda: store))
         # Ranks exchange shapes first in torch 2.12 to 2.14; other releases lack the method.
         if hasattr(schedules._PipelineSchedule, "_warmup_p2p"):
             stack.enter_context(
@@ -68,6 +72,40 @@ def aside(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @aside
+class _Store(dist.Store):
+    """Stands for a job's store. The key of another rank, such as `process/0`, has the value that
+    this rank set as `process/5`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: bytes | str) -> None:
+        self._values[key.rpartition("/")[0]] = value.encode() if isinstance(value, str) else value
+
+    append = set
+
+    def get(self, key: str) -> bytes:
+        return self._values.get(key.rpartition("/")[0], b"")
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def add(self, _: str, amount: int) -> int:
+        return amount
+
+    def check(self, _: Sequence[str]) -> bool:
+        return False
+
+    def wait(self, *_: Any) -> None: ...
+
+    def set_timeout(self, _: timedelta) -> None: ...
+
+    def clone(self) -> "_Store":
+        return self
+
+
 def start_group(world: int, rank: int) -> None:
     """Initialize a fake default process group."""
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())

@@ -6,8 +6,6 @@ the memory, the data (rows without content) and the storage of checkpoints are r
 """
 
 import logging
-import math
-import pickle
 import resource
 import sys
 import time
@@ -21,13 +19,8 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.tensor import DTensor
 
 import torchtitan.train
-from torchtitan.checkpoint.format.index import StoredChunk, WrittenTensor, add_chunks
-from torchtitan.checkpoint.format.layout import Cut, Layout
 from torchtitan.config.derive import axis_degrees
 from torchtitan.config.sections.schema import Config
 from torchtitan.health.rank_dumps import where
@@ -39,7 +32,6 @@ from torchtitan.tools.rehearsal.fake import aside, no_network, start_group, take
 from torchtitan.tools.rehearsal.network import recording
 from torchtitan.tools.rehearsal.recorder import EndlessLoopError, Recorder, is_hidden
 from torchtitan.tools.rehearsal.replaced import NoFiles, blank_data, few_modules, unequal_splits
-from torchtitan.tools.rehearsal.requests import CountingStore, count_files, counting_store
 from torchtitan.train.build import Builders
 from torchtitan.train.built_in import Report, Save
 from torchtitan.train.callbacks import Callback, Run
@@ -75,14 +67,9 @@ def rehearse_rank(
         config = rehearsal_config(config, world, folder)
         setup = preflight(config, output=False)
         recorder = Recorder(rank, axis_degrees(config.parallelism), values=values)
-        files = count_files(lambda: recorder.during == "start")
-        with counting_store(rank, world) as store:
-            record(
-                recorder,
-                broadcasts,
-                lambda mode: _run(config, setup, world, recorder, mode, store, layers),
-            )
-    recorder.record.files = len(files)
+        record(
+            recorder, broadcasts, lambda mode: _run(config, setup, world, recorder, mode, layers)
+        )
     recorder.record.cpu_seconds = time.process_time()
     recorder.record.memory = _peak_memory()
     return recorder.record
@@ -130,7 +117,6 @@ def _run(
     world: int,
     recorder: Recorder,
     mode: FakeTensorMode,
-    store: CountingStore,
     layers: int | None,
 ) -> None:
     def with_labels(callbacks: tuple[Callback, ...]) -> Iterator[Callback]:
@@ -154,18 +140,15 @@ def _run(
                     parallelize,
                     fill=lambda model, *_: take_fake_memory(mode, model),
                     splits=partial(unequal_splits, recorder),
-                    modules_of=partial(few_modules, setup, recorder, layers),
+                    modules_of=partial(few_modules, setup, layers),
                 )
             ),
             storage=NoFiles(),
         ),
         device=torch.device("cpu"),
     )
-    recorder.record.store_keys = store.keys
     recorder.during = "first step"
     run.train()
-    recorder.record.checkpoint_pieces = _count_pieces(run.checkpointer.trained.tensors())
-    recorder.record.metadata = _metadata_bytes()
     if run.checkpointer.config.enable:
         recorder.during = "resume"
         restore(run.checkpointer, run.state)
@@ -190,39 +173,3 @@ class _During(Callback):
 
     def after_step(self, run: Run, result: StepResult) -> None:
         self.recorder.during = self.label
-
-
-def _count_pieces(tensors: dict[str, Any]) -> tuple[int, int]:
-    """The value of `RankRecord.checkpoint_pieces`."""
-    counts = [0, 0]
-    for name, value in flatten_state_dict(tensors)[0].items():
-        pieces = 1
-        if isinstance(value, DTensor):
-            sizes = zip(value.device_mesh.shape, value.placements, strict=True)
-            pieces = math.prod(size for size, placement in sizes if not placement.is_replicate())
-        counts[".layers." not in name] += min(pieces, max(1, value.numel()))
-    return counts[0], counts[1]
-
-
-def _metadata_bytes() -> float:
-    """Bytes for each chunk of `.metadata` and `__N.json`, measured on a tensor in many chunks."""
-    name = "optimizer.layers.10.attention.wo.weight.exp_avg"
-    size = 2**24
-    count = 256
-    metadata = Metadata({}, planner_data={})
-    total = 0
-    for i in range(count):
-        piece = StoredChunk(
-            (size * i, 0), (size, 2**14), f"__{i}_0.distcp", size * i, length=size, crc32=2**32 - 1
-        )
-        tensor = WrittenTensor(
-            dtype="float32",
-            size=(size * count, 2**14),
-            layout=Layout(0, [[Cut(count, 1)], []]),
-            parts=[piece],
-        )
-        total += len(tensor.model_dump_json()) + len(name)
-        for result in add_chunks(metadata, name, tensor):
-            metadata.storage_data = metadata.storage_data or {}
-            metadata.storage_data[result.index] = result.storage_data
-    return (len(pickle.dumps(metadata)) + total) / count

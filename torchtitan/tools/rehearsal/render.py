@@ -8,7 +8,6 @@ from torchtitan.health.collectives import name_ranks
 from torchtitan.tools.rehearsal.coverage import omissions
 from torchtitan.tools.rehearsal.events import RankRecord
 from torchtitan.tools.rehearsal.rehearsal import Rehearsal
-from torchtitan.tools.rehearsal.startup import rows, startup
 from torchtitan.utils.wording import aligned, plural, show_gib
 
 
@@ -36,8 +35,6 @@ def as_text(rehearsal: Rehearsal) -> str:
         f"It took {seconds:,.0f} CPU seconds, and at most {show_gib(memory)} in each process",
         f"Values that a rank reads of its own data, which changed nothing: {local_reads or 'none'}",
         f"Not rehearsed: {'; '.join(omissions(rehearsal.config))}",
-        "",
-        aligned([("start-up and checkpoints", "on this many ranks"), *rows(startup(rehearsal))]),
         "",
     ]
     lines += [f"FAULT ({fault.kind}): {fault.text}" for fault in rehearsal.faults]
@@ -117,7 +114,6 @@ def as_data(rehearsal: Rehearsal) -> dict[str, Any]:
         "checked": asdict(rehearsal.counts),
         "reads": [{"at": at, "shared": shared} for at, shared in sorted(_reads(rehearsal))],
         "ranks": [_rank(rank, record) for rank, record in rehearsal.records.items()],
-        "startup": asdict(startup(rehearsal)),
         "faults": [fault._asdict() for fault in rehearsal.faults],
     }
 

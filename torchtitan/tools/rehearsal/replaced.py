@@ -45,22 +45,14 @@ from torchtitan.train.preflight import Setup
 
 
 def few_modules(
-    setup: Setup, recorder: Recorder, layers: int | None, stages: PipelinePlan | None, pp_rank: int
+    setup: Setup, layers: int | None, stages: PipelinePlan | None, pp_rank: int
 ) -> list[tuple[str, ...] | None]:
     """The modules of a rank's stages, as `stage_modules` names them, with at most `layers` layers
     each; None: all.
     """
     every = tuple(setup.spec.module_flops(setup.args, 1))
     stages_of_rank = [stage or every for stage in stage_modules(stages, pp_rank)]
-    stages_to_run = (
-        stages_of_rank if layers is None else [_fewer(stage, layers) for stage in stages_of_rank]
-    )
-    recorder.record.layers = _count_layers(stages_to_run), _count_layers(stages_of_rank)
-    return list(stages_to_run)
-
-
-def _count_layers(stages: Sequence[tuple[str, ...]]) -> int:
-    return sum(name.startswith("layers.") for stage in stages for name in stage)
+    return [stage if layers is None else _fewer(stage, layers) for stage in stages_of_rank]
 
 
 def _fewer(modules: tuple[str, ...], layers: int) -> tuple[str, ...]:
