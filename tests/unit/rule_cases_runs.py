@@ -201,26 +201,6 @@ RUN_CASES = {
             ["--ema.start_step=10"],
         ),
     ],
-    "metrics_are_served": [
-        (
-            1,
-            ["--metrics.prometheus.port=9000"],
-            'no effect without "prometheus" in metrics.sinks',
-            ["--metrics.sinks=prometheus"],
-        ),
-        (
-            1,
-            ["--metrics.sinks=prometheus", "--metrics.prometheus.port=0"],
-            "nothing can read the metrics",
-            ["--metrics.prometheus.textfile=x.prom"],
-        ),
-        (
-            1,
-            ["--metrics.sinks=prometheus", "--metrics.prometheus.textfile=x.txt"],
-            "must end in .prom",
-            ["--metrics.prometheus.textfile=x.prom"],
-        ),
-    ],
     "validation_sets_are_distinct": [
         (
             1,

@@ -5,7 +5,8 @@ from unittest import mock
 import pytest
 import torch
 
-from torchtitan.commands import parity
+from examples import coordinate_check
+from examples.coordinate_check import check_widths, slope
 from torchtitan.config import resolve
 from torchtitan.config.sections.optim import Optimizer, ParamGroup
 from torchtitan.models import export_problems, get_spec
@@ -14,8 +15,6 @@ from torchtitan.models.attention.backend import attention_backend
 from torchtitan.optim import optimizer as optimizers
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.parallel.init import materialize
-from torchtitan.testing import coordinates
-from torchtitan.testing.coordinates import check_widths, slope
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError
 
@@ -26,7 +25,7 @@ DENSE = get_spec("llama3")
 
 def check(*argv, widths=WIDTHS):
     config = resolve(list(argv), 1).config
-    with mock.patch.object(coordinates, "SEEDS", 2):
+    with mock.patch.object(coordinate_check, "SEEDS", 2):
         return check_widths(config, preflight(config, output=False), widths)
 
 
@@ -109,14 +108,12 @@ def test_a_slope_is_the_exponent_of_a_power_law():
 
 
 def test_the_command_exits_by_the_verdict(capsys):
-    assert parity.main(["--widths=32,256", MUP]) == 0
+    assert coordinate_check.main(["32,256", MUP]) == 0
     assert "PASS" in capsys.readouterr().out
-    assert parity.main(["--widths=32,256"]) == 1
+    assert coordinate_check.main(["32,256"]) == 1
     assert "mup_base_dim turns muP on" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="--widths 40: a width of a small llama3 debugmodel is"):
-        parity.main(["--widths=40,64"])
-    with pytest.raises(SystemExit):
-        parity.main(["--widths=64,64"])
+    with pytest.raises(ConfigError, match="width 40: a width of a small llama3 debugmodel is"):
+        coordinate_check.main(["40,64"])
 
 
 # ---- what follows from the base's width, against table 8 of the paper

@@ -1,6 +1,5 @@
 """Trackers of services, read back by their own packages: one run over all starts."""
 
-import json
 import os
 import subprocess
 import sys
@@ -10,7 +9,6 @@ import pytest
 
 from tests.tracker_runs import Start, history, recorded, wandb_records
 from torchtitan.telemetry import tracker_set
-from torchtitan.telemetry.trackers.mlflow import artifact_location
 from torchtitan.telemetry.trackers.tensorboard import TensorBoardSink
 
 pytestmark = pytest.mark.usefixtures("one_rank", "working_folder")
@@ -135,113 +133,3 @@ def test_tensorboard_shows_histograms_and_texts(tmp_path):
     assert (histogram.histogram_value.max, sum(histogram.histogram_value.bucket)) == (2.0, 4)
     (text,) = events.Tensors("samples/1")
     assert text.tensor_proto.string_val == [b"    Once upon"]
-
-
-# ---- MLflow
-
-
-def mlflow_values(client, run, name):
-    return sorted((m.step, m.value) for m in client.get_metric_history(run, name))
-
-
-@pytest.mark.slow
-def test_mlflow_continues_the_same_run(tmp_path, monkeypatch):
-    """In a folder. Values of steps that are trained again are kept twice."""
-    mlflow = pytest.importorskip("mlflow")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}/store")
-    folder = tmp_path / "run"
-    client = mlflow.MlflowClient(tracking_uri=f"file:{tmp_path}/store")
-    first = Start(folder, "mlflow", end="preempted").log(1, 2, 3)
-    first.close()
-    known = recorded(folder)["mlflow"]
-    assert client.get_run(known["id"]).info.status == "KILLED"
-    second = Start(folder, "mlflow", step=2, end="failed: cause").log(3, 4)
-    second.trackers.call("log_samples", 4, [{"prompt": "Once", "text": " upon"}])
-    second.close()
-    assert recorded(folder)["mlflow"] == known
-    run = client.get_run(known["id"])
-    assert (run.info.status, run.info.run_name, run.data.params["a.b"]) == ("FAILED", "run", "3")
-    assert mlflow_values(client, known["id"], "train/loss") == [
-        (1, 3.0),
-        (2, 1.5),
-        (3, 1.0),
-        (3, 1.0),
-        (4, 0.75),
-    ]
-    # Killed before the record was written: the run is found by its tag.
-    lost = Start(folder, "mlflow", step=4)
-    lost.trackers.close("completed")
-    lost.ledger.trackers = {}
-    lost.ledger.end(4, 10**6)
-    assert recorded(folder) == {}
-    Start(folder, "mlflow", step=4).log(5).close()
-    assert recorded(folder)["mlflow"]["id"] == known["id"]
-    assert client.get_run(known["id"]).info.status == "FINISHED"
-    Start(folder, "mlflow").close()
-    assert recorded(folder)["mlflow"]["id"] != known["id"]
-
-
-@pytest.mark.parametrize(
-    ("uri", "location"),
-    [
-        ("sqlite:////runs/a b/mlflow.db", "file:///runs/a%20b/mlruns"),
-        ("sqlite+pysqlite:////runs/mlflow.db?timeout=9", "file:///runs/mlruns"),
-        ("http://127.0.0.1:5000", None),
-        ("file:///store", None),
-        ("postgresql://host/db", None),
-    ],
-)
-def test_files_of_mlflow_lie_beside_its_database(uri, location):
-    assert artifact_location(uri) == location
-
-
-@pytest.mark.slow
-def test_mlflow_in_its_default_file(tmp_path, monkeypatch):
-    """Without `MLFLOW_TRACKING_URI`, an SQLite file in the run's folder."""
-    mlflow = pytest.importorskip("mlflow")
-    pytest.importorskip("sqlalchemy")
-    monkeypatch.setattr(tracker_set, "CLOSE_SECONDS", 200.0)  # making the database takes a while
-    start = Start(tmp_path / "local", "mlflow").log(1, 2)
-    start.trackers.call("log_samples", 2, [{"prompt": "Once", "text": " upon"}])
-    start.close()
-    known = recorded(tmp_path / "local")["mlflow"]
-    assert known["uri"] == f"sqlite:///{tmp_path}/local/mlflow.db"
-    local = mlflow.MlflowClient(tracking_uri=known["uri"])
-    assert mlflow_values(local, known["id"], "train/loss") == [(1, 3.0), (2, 1.5)]
-    (sample,) = (tmp_path / "local").rglob("step-2.txt")
-    assert sample.read_text() == "Once upon"
-
-
-# ---- Trackio
-
-
-@pytest.mark.slow
-def test_trackio_continues_the_same_run(tmp_path):
-    """In a local store."""
-    pytest.importorskip("trackio")
-    done = separate(
-        TRACKIO, tmp_path / "run", TRACKIO_DIR=str(tmp_path / "store"), TRACKIO_PROJECT="mine"
-    )
-    found = json.loads(done.stdout.splitlines()[-1])
-    known = recorded(tmp_path / "run")["trackio"]
-    assert known == {
-        "name": f"run-{json.loads((tmp_path / 'run/run.json').read_text())['id']}",
-        "project": "mine",
-    }
-    assert found == {known["name"]: [[1, 3.0], [2, 1.5], [3, 1.0], [3, 1.0], [4, 0.75]]}
-
-
-TRACKIO = """
-import json, sys
-from pathlib import Path
-import torch.distributed as dist
-from tests.tracker_runs import Start
-dist.get_rank, dist.get_world_size = lambda: 0, lambda: 1
-folder = Path(sys.argv[1])
-Start(folder, "trackio", end="preempted").log(1, 2, 3).close()
-Start(folder, "trackio", step=2).log(3, 4).close()
-from trackio.sqlite_storage import SQLiteStorage
-rows = {name: SQLiteStorage.get_logs("mine", name) for name in SQLiteStorage.get_runs("mine")}
-print(json.dumps({name: sorted([row["step"], row["train/loss"]] for row in logs) for name, logs in rows.items()}))
-"""  # noqa: E501

@@ -150,21 +150,19 @@ def test_a_tracker_of_the_user_that_cannot_be_made_stops_the_run_at_its_start(tm
 
 
 def test_missing_packages_are_named_with_their_extra():
-    metrics = Config(sinks=["mlflow", "prometheus", "own"], enable_wandb=True)
+    metrics = Config(sinks=["tensorboard", "own"], enable_wandb=True)
     config = WholeConfig(metrics=metrics)
     assert problems(config, Facts(packages=())) == [
-        'metrics.sinks: "mlflow" needs the package mlflow: pip install '
-        "'titan-pretrain[mlflow]', or remove it",
-        'metrics.sinks: "prometheus" needs the package prometheus_client: pip install '
-        "'titan-pretrain[prometheus]', or remove it",
+        'metrics.sinks: "tensorboard" needs the package tensorboard: pip install '
+        "'titan-pretrain[tensorboard]', or remove it",
         "metrics.enable_wandb needs the package wandb: pip install "
         "'titan-pretrain[wandb]', or set it to false",
     ]
 
 
 def test_a_missing_package_is_refused_before_the_start(tmp_path, monkeypatch):
-    monkeypatch.setitem(TRACKER_PACKAGES, "mlflow", "no_such_package")
-    config = resolve([f"--job.dump_folder={tmp_path / 'out'}", "--metrics.sinks=mlflow"], 1).config
+    monkeypatch.setitem(TRACKER_PACKAGES, "wandb", "no_such_package")
+    config = resolve([f"--job.dump_folder={tmp_path / 'out'}", "--metrics.sinks=wandb"], 1).config
     with pytest.raises(
         ConfigError, match="needs the package no_such_package: pip install 'titan-pretrain"
     ):

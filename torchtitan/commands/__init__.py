@@ -59,6 +59,7 @@ REPLACEMENTS = {
     "init --prepare": "run the commands that it prints",
     "init --slurm": "`torchtitan submit` writes the job",
     "jobs": "`squeue --me` lists your jobs, `sacct` those that ended",
+    "parity --widths": "`python examples/coordinate_check.py N,N,...` (docs/guides/mup.md)",
     "plan --adopt": "start each layout of `--search --write` with `torchtitan train`, and compare "
     "the runs with `torchtitan report`",
     "plan --calibrate": "name the hardware file of `--from-run DIR` with --output FILE",

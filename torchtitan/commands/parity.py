@@ -5,9 +5,6 @@ plain PyTorch on one process: loss, gradient norm, the gradient of every paramet
 the loads of experts and their biases, weights after the update. If they differ, each mesh axis and
 expert parallelism is checked alone, to report which one is wrong. The ranks are gloo processes on
 this machine; under torchrun they are torchrun's.
-
-With --widths it checks on this process whether learning rates transfer from narrow to wide models
-(muP's coordinate check).
 """
 
 import argparse
@@ -16,7 +13,7 @@ import tempfile
 
 from torchtitan.config import Config, resolve
 from torchtitan.config.load.command_line import parse_args
-from torchtitan.train.preflight import Setup, preflight
+from torchtitan.train.preflight import preflight
 from torchtitan.utils.argument_types import count
 
 TIMEOUT = 3600
@@ -32,28 +29,11 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="number of ranks (1); under torchrun, its own",
     )
-    parser.add_argument(
-        "--widths",
-        type=widths,
-        metavar="N,N,...",
-        help="instead: train small models of these widths, and fail if activations or their updates"
-        " move with the width",
-    )
     return parser
-
-
-def widths(text: str) -> list[int]:
-    """Argument type of two or more different widths; returns them in ascending order."""
-    values = sorted({count(word) for word in text.split(",")})
-    if len(values) < 2:
-        raise argparse.ArgumentTypeError(f"must be at least two widths, as 64,128,256: got {text}")
-    return values
 
 
 def main(argv: list[str]) -> int:
     options, config_argv = parse_args(parser(), argv)
-    if options.widths:
-        return _check_widths(config_argv, options.nproc_per_node, options.widths)
     if "RANK" in os.environ:
         return _check_under_torchrun(config_argv)
     _resolve(config_argv, options.nproc_per_node)
@@ -71,23 +51,10 @@ def main(argv: list[str]) -> int:
     return 0 if passed else 1
 
 
-def _resolve(config_argv: list[str], ranks: int) -> tuple[Config, Setup]:
+def _resolve(config_argv: list[str], ranks: int) -> Config:
     resolved = resolve(config_argv, ranks, check=False)
-    config = resolved.config
-    return config, preflight(config, world=ranks, sources=resolved.sources, output=False)
-
-
-def _check_widths(config_argv: list[str], ranks: int, widths: list[int]) -> int:
-    """Compare widths on one process; `ranks` only completes the configuration."""
-    config, setup = _resolve(config_argv, ranks)
-
-    from torchtitan.testing.coordinates import check_widths
-    from torchtitan.utils.logging import hide_log
-
-    hide_log()
-    passed, text = check_widths(config, setup, widths)
-    print(text, flush=True)
-    return 0 if passed else 1
+    preflight(resolved.config, world=ranks, sources=resolved.sources, output=False)
+    return resolved.config
 
 
 def _check_under_torchrun(config_argv: list[str]) -> int:
@@ -102,7 +69,7 @@ def _check_under_torchrun(config_argv: list[str]) -> int:
 
     rank, world = rank_and_world()
     init_logging(rank)
-    config, _ = _resolve(config_argv, world)
+    config = _resolve(config_argv, world)
     hide_log()
     with tempfile.TemporaryDirectory(prefix="parity-") as folder:
         configure_flight_recorder(config.comm, folder)

@@ -194,13 +194,7 @@ data_sources = Functions(
 tokenizers = Functions("model.tokenizer", "tokenizer")
 """`make(hf_assets_path[, keys])`: a `torchtitan.data.encode.tokenizer.Tokenizer`."""
 
-TRACKER_PACKAGES = {
-    "tensorboard": "tensorboard",
-    "wandb": "wandb",
-    "mlflow": "mlflow",
-    "trackio": "trackio",
-    "prometheus": "prometheus_client",
-}
+TRACKER_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}
 """Built-in tracker, which is also the name of its extra, to the module it imports."""
 metric_sinks = Functions("metrics.sinks", "metric sink", ("jsonl", *TRACKER_PACKAGES))
 """`make(dump_folder, start_step[, keys])`: a `torchtitan.telemetry.trackers.Sink`."""

@@ -9,21 +9,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchtitan.config.registry import TRACKER_PACKAGES, Custom, metric_sinks
+from torchtitan.config.registry import Custom, metric_sinks
 from torchtitan.config.sections.metrics import Metrics
 from torchtitan.config.sections.schema import Job
 from torchtitan.parallel.agree import from_rank_0
 from torchtitan.telemetry.run_record import RunRecord
 from torchtitan.telemetry.trackers.background import CLOSE_SECONDS, Background
 from torchtitan.telemetry.trackers.base import TrackedRun
-from torchtitan.telemetry.trackers.mlflow import MlflowSink
-from torchtitan.telemetry.trackers.prometheus import PrometheusSink
 from torchtitan.telemetry.trackers.tensorboard import TensorBoardSink
-from torchtitan.telemetry.trackers.trackio import TrackioSink
 from torchtitan.telemetry.trackers.wandb import WandbSink
-
-ON_ALL_RANKS = ("tensorboard", "wandb")
-"""Built-in trackers that run on every rank with `metrics.save_for_all_ranks`."""
 
 
 class Trackers:
@@ -47,10 +41,9 @@ class Trackers:
         on_all_ranks = config.save_for_all_ranks
         run_id = from_rank_0(record.id) if on_all_ranks else record.id
         self.all: list[Background] = []
+        if rank != 0 and not on_all_ranks:
+            return
         for name in config.trackers:
-            everywhere = on_all_ranks and (name not in TRACKER_PACKAGES or name in ON_ALL_RANKS)
-            if rank != 0 and not everywhere:
-                continue
             run = TrackedRun(
                 folder=Path(job.dump_folder),
                 id=run_id,
@@ -59,9 +52,8 @@ class Trackers:
                 start_step=start_step,
                 state=record.trackers.get(name, {}),
                 save_state=partial(_save_state, record, name),
-                account=lambda: {"goodput": record.shares()[0], "restarts": len(record.starts) - 1},
             )
-            if everywhere:
+            if on_all_ranks:
                 run = replace(run, state={}, save_state=lambda _: None, rank=rank)
             self.all.append(Background(name, _maker(name, config, run, custom)))
 
@@ -107,7 +99,4 @@ def _tensorboard(run: TrackedRun, config: Metrics) -> TensorBoardSink:
 _BUILT_IN: dict[str, Callable[[TrackedRun, Metrics], Any]] = {
     "tensorboard": _tensorboard,
     "wandb": lambda run, _: WandbSink(run),
-    "mlflow": lambda run, _: MlflowSink(run),
-    "trackio": lambda run, _: TrackioSink(run),
-    "prometheus": lambda run, config: PrometheusSink(run, config.prometheus),
 }

@@ -87,6 +87,7 @@ UNSUPPORTED: dict[str, NotSupported | NoEffect] = {
 
 REMOVED = {
     "notifications": "examples/notify.py sends such messages: name it in training.callbacks",
+    "metrics.prometheus": "register a sink that serves the records (docs/guides/monitoring.md)",
     "checkpoint.upload_folder": "set checkpoint.folder to the URL, or copy the folder with another "
     "program, such as rclone, while the run trains",
 }

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 from torchtitan.config.derive import SHAPES
 from torchtitan.config.rules.table import Facts, refuse, rule
-from torchtitan.config.sections.metrics import Prometheus
 from torchtitan.config.sections.schema import Config
 from torchtitan.utils.wording import brief
 
@@ -141,22 +140,4 @@ def average_has_a_use(config: Config, facts: Facts) -> Iterator[str]:
         yield (
             f"ema.start_step: {ema.start_step} is after the last step; set it to at most "
             f"training.steps {steps}"
-        )
-
-
-@rule("metrics.sinks", "metrics.prometheus")
-def metrics_are_served(config: Config, facts: Facts) -> Iterator[str]:
-    prometheus = config.metrics.prometheus
-    is_enabled = "prometheus" in config.metrics.sinks
-    if not is_enabled and prometheus != Prometheus():
-        yield '[metrics.prometheus] has no effect without "prometheus" in metrics.sinks'
-    if is_enabled and not prometheus.port and not prometheus.textfile:
-        yield (
-            "metrics.prometheus: with port 0 and no textfile, nothing can read the metrics; set "
-            "one of them"
-        )
-    if prometheus.textfile and not prometheus.textfile.endswith(".prom"):
-        yield (
-            f"metrics.prometheus.textfile: {brief(prometheus.textfile)} must end in .prom, or "
-            "node_exporter doesn't read it"
         )

@@ -4,24 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from torchtitan.config.types import InDumpFolder, LocalPathOrEmpty, Name, Section, Steps
-
-
-class Prometheus(Section):
-    """The metric sink `prometheus`, which serves the newest values to a Prometheus server. Needs
-    the extra `prometheus`.
-    """
-
-    port: Annotated[int, Field(ge=0, le=65535)] = 9464
-    """Serve `/metrics` on this port, on rank 0. 0: don't listen, only write `textfile`."""
-    host: Name = "127.0.0.1"
-    """Listen on this address. The default is reachable only from this machine; `0.0.0.0` is
-    reachable from any, without a password.
-    """
-    textfile: LocalPathOrEmpty = ""
-    """Also write the values to this file, for the textfile collector of `node_exporter`. Its name
-    must end in `.prom`.
-    """
+from torchtitan.config.types import InDumpFolder, Name, Section, Steps
 
 
 class Metrics(Section):
@@ -42,10 +25,9 @@ class Metrics(Section):
     project and entity with `WANDB_PROJECT` and `WANDB_TEAM`.
     """
     sinks: Annotated[list[Name], Field(max_length=100)] = []
-    """Also send all records to these: `tensorboard`, `wandb`, `mlflow`, `trackio`, `prometheus`,
-    and what `experimental.custom_import` registers. All but the last need the extra of that name.
+    """Also send all records to these: `tensorboard`, `wandb`, and what `experimental.custom_import`
+    registers. The first two need the extra of that name.
     """
-    prometheus: Prometheus = Prometheus()
 
     @property
     def trackers(self) -> dict[str, str]:

@@ -44,8 +44,6 @@ class TrackedRun:
     """The state that this tracker saved at an earlier start; empty at the first start."""
     save_state: Callable[[Mapping[str, Any]], None]
     """Saves the state that the next start needs to continue the same run of this tracker."""
-    account: Callable[[], Mapping[str, float]]
-    """Goodput in percent, and restarts."""
     rank: int | None = None
     """None unless each rank has a separate run (`metrics.save_for_all_ranks`)."""
 

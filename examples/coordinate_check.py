@@ -4,9 +4,16 @@ updates change them by the same amount (Yang et al., arXiv:2203.03466, appendix 
 A model that passes can be trained, at any width, with the learning rate that was found at a small
 one. In the standard parametrization, activations or updates grow with the width to the power of 1/2
 or 1.
+
+    python examples/coordinate_check.py 64,128,256 --job.config_file debug_model \\
+        --model.overrides.mup_base_dim 256
+
+The model is the configuration's, made small. A module named by `experimental.custom_import` is
+found if `PYTHONPATH` has its folder. Exits with 1 if a size moves with the width.
 """
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +22,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchtitan.config import resolve
 from torchtitan.config.sections.schema import Config
 from torchtitan.models.attention.backend import attention_backend
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.parallel.init import materialize
-from torchtitan.train.preflight import Setup
+from torchtitan.train.preflight import Setup, preflight
 from torchtitan.utils.errors import ConfigError
+from torchtitan.utils.process import run_main
 
 LAYERS = 2
 STEPS = 3
@@ -72,7 +81,7 @@ def check_widths(config: Config, setup: Setup, widths: Sequence[int]) -> tuple[b
     if invalid_widths := [width for width in widths if width % unit]:
         kind = f"{config.model.name} {config.model.flavor}"
         raise ConfigError(
-            [f"--widths {invalid_widths[0]}: a width of a small {kind} is a multiple of {unit}"]
+            [f"width {invalid_widths[0]}: a width of a small {kind} is a multiple of {unit}"]
         )
     by_width = [_sizes(config, setup, width // unit) for width in widths]
     trends = []
@@ -192,3 +201,16 @@ def _report(config: Config, widths: Sequence[int], trends: Sequence[Trend]) -> s
         f"carry over{hint}"
     )
     return "\n".join(lines)
+
+
+def main(argv: list[str]) -> int:
+    widths = sorted({int(width) for width in argv[0].split(",")})
+    resolved = resolve(argv[1:], 1, check=False)
+    setup = preflight(resolved.config, world=1, sources=resolved.sources, output=False)
+    passed, text = check_widths(resolved.config, setup, widths)
+    print(text)
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))
