@@ -82,7 +82,8 @@ def environment(wheel, tmp_path_factory):
 def torchtitan(environment, tmp_path):
     """Runs the installed command in `tmp_path`; returns what it prints."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
-        "OMP_NUM_THREADS": "1"
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
     }
     return lambda *argv: call(environment / "torchtitan", *argv, cwd=tmp_path, env=env)
 
@@ -151,6 +152,7 @@ def test_shipped_configurations_are_found_and_extended(torchtitan, tmp_path):
 
 
 def test_a_job_is_written_and_a_run_planned(torchtitan, environment, tmp_path):
+    (tmp_path / "sbatch").touch(0o755)  # a machine of the cluster
     layout = ["--parallelism.data_parallel_shard_degree=8", "--training.global_batch_size=64"]
     torchtitan("submit", "debug_model", "--gpus-per-node", "8", *layout)
     job = (tmp_path / "debug_model.sbatch").read_text()

@@ -258,7 +258,6 @@ def test_nothing_is_a_value_only_where_that_is_documented():
     assert len(refused) > 30
     assert texts - refused == {
         "experimental.custom_import",
-        "metrics.prometheus.textfile",
         "parallelism.pipeline_parallel_schedule_csv",
     }
 

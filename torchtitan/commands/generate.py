@@ -128,8 +128,8 @@ def _prompts(options: argparse.Namespace) -> list[Any]:
         where = str(file)
         try:
             lines = text_of(file.read_bytes()).removesuffix("\n").split("\n")
-            for number, line in enumerate(lines, 1):
-                where = f"{file}, line {number}"
+            for i, line in enumerate(lines, 1):
+                where = f"{file}, line {i}"
                 prompts.append(json.loads(line) if file.suffix == ".jsonl" else line.rstrip("\r"))
         except (OSError, ValueError, RecursionError) as error:
             raise ConfigError([f"--prompts-file: can't read {where}: {reason(error)}"]) from None
@@ -147,16 +147,16 @@ def _encode(
         chat: a text is what the user says.
     """
     template = None
-    for number, prompt in enumerate(prompts, 1):
+    for i, prompt in enumerate(prompts, 1):
         if isinstance(prompt, str) and not chat:
             yield prompt, tokenizer.encode(prompt, bos=True) or tokenizer.ends
             continue
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        template = template or Chat(tokenizer, f"prompt {number}")
+        template = template or Chat(tokenizer, f"prompt {i}")
         try:
             yield template.prompt(messages)
         except BadDocument as error:
-            raise ConfigError([f"prompt {number}: {error}"]) from None
+            raise ConfigError([f"prompt {i}: {error}"]) from None
 
 
 def _model_problems(
