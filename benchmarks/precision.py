@@ -83,7 +83,6 @@ def train(name: str, seed: int, steps: int) -> Curve:
             "metrics.log_freq": 1,
             "validation.enable": "true",
             "validation.dataset": "demo_validation",
-            "validation.seq_len": SIZES["training.seq_len"],
             "validation.freq": steps,
             "validation.steps": VALIDATION_STEPS,
         }

@@ -151,6 +151,12 @@ RUN_CASES = {
         ),
         (
             1,
+            ["--validation.enable", "--validation.seq_len=0"],
+            "validation.seq_len: 0 gives no loss",
+            ["--validation.seq_len=4"],
+        ),
+        (
+            1,
             ["--validation.enable", "--validation.sets=[{name = 'a', steps = 0}]"],
             "steps: 0 batches",
             ["--validation.sets=[{name = 'a', steps = 1}]"],

@@ -350,3 +350,22 @@ def test_drawing_without_its_package_is_refused(monkeypatch):
             resolve([*drawing, "--activation_checkpoint.mode=memory_budget"], 1).config,
             output=False,
         )
+
+
+def test_validation_has_the_rows_of_training_unless_set():
+    stage = "--training.stages=[{from_step = 2, seq_len = 128, local_batch_size = 3}]"
+
+    def resolved(*flags):
+        result = resolve(["--validation.enable", "--training.seq_len=64", *flags], 2)
+        v = result.config.validation
+        return v.seq_len, v.local_batch_size, v.global_batch_size, result.warnings
+
+    rows = "--training.local_batch_size=6"
+    assert resolved(rows) == resolved(rows, stage) == (64, 6, 6, [])
+    assert resolved(rows, "--training.global_batch_size=24") == (64, 6, 24, [])
+    set_ = ("--validation.seq_len=128", "--validation.local_batch_size=5")
+    assert resolved(rows, stage, *set_) == (128, 5, 5, [])
+    assert resolved(rows, *set_)[3] == [
+        "validation.seq_len: 128 is longer than training's rows of 64, so the loss includes "
+        "positions that this run doesn't train"
+    ]

@@ -4,7 +4,6 @@ resumes.
 
 import json
 import logging
-import math
 
 import numpy as np
 import pytest
@@ -144,7 +143,7 @@ def test_a_finite_pass_predicts_every_token_once(corpora, kind, degree, rows, wo
             "a second pass is the same"
         )
         seen += [i for _, labels, _ in steps for i in labels[labels != IGNORE_INDEX].tolist()]
-    sequences = {"tokens": 3, "jsonl": rows, "stream": math.gcd(rows, 4)}[kind]
+    sequences = {"tokens": 3, "jsonl": 1, "stream": 4}[kind]
     assert len(expected) - len(seen) == sequences, (
         "only the very first token of each lane (of each token file) has nothing before it"
     )
@@ -152,6 +151,42 @@ def test_a_finite_pass_predicts_every_token_once(corpora, kind, degree, rows, wo
     for i in seen:
         missing.remove(i)
     assert set(missing) <= {TOKENIZER.bos_id}
+
+
+def rows_of_pass(kind, corpora, degree, rows):
+    """The predicted rows of one pass, in no order."""
+    steps = [
+        step
+        for rank in range(degree)
+        for step in take(open_kind(kind, corpora, rank, degree, infinite=False, rows=rows), 10_000)
+    ]
+    rows = [row.tolist() for _, labels, _ in steps for row in labels]
+    return sorted(row for row in rows if set(row) != {IGNORE_INDEX})
+
+
+@pytest.mark.parametrize(("documents", "lanes"), [(23, 1), (520, 2)])
+def test_a_pass_over_text_has_the_rows_of_a_naive_packer(tmp_path, documents, lanes):
+    """Documents end to end; from 512 documents on, in two lanes of every second document."""
+    corpora = {"jsonl": write_corpus(tmp_path / "corpus.jsonl", documents=documents)}
+    lines = corpora["jsonl"].read_text().splitlines()
+    expected = []
+    for lane in range(lanes):
+        ids = []
+        for line in lines[lane::lanes]:
+            text = json.loads(line)["text"]
+            ids += [TOKENIZER.bos_id, *TOKENIZER.encode(text), TOKENIZER.eos_id]
+        rows = [ids[i : i + SEQ] for i in range(1, len(ids), SEQ)]
+        expected += [row + [IGNORE_INDEX] * (SEQ - len(row)) for row in rows]
+    for degree, rows in ((1, 1), (1, 3), (2, 8)):
+        assert rows_of_pass("jsonl", corpora, degree, rows) == sorted(expected)
+
+
+@pytest.mark.parametrize("kind", ["tokens", "stream"])
+def test_the_rows_of_a_pass_depend_on_no_batch(corpora, kind):
+    """Batches of 1 and 3 rows are filled from the stream's four lanes in turn."""
+    expected = rows_of_pass(kind, corpora, 1, 8)
+    for degree, rows in ((1, 1), (1, 3), (3, 6)):
+        assert rows_of_pass(kind, corpora, degree, rows) == expected
 
 
 def test_padding_is_never_a_label(corpora):

@@ -98,6 +98,8 @@ def test_derived_values_and_their_formulas():
     assert config.lr_scheduler.warmup_steps == 50
     assert set(resolved.formulas) == {
         "parallelism.data_parallel_shard_degree",
+        "validation.seq_len",
+        "validation.local_batch_size",
         "validation.global_batch_size",
         "training.global_batch_size",
         "lr_scheduler.total_steps",

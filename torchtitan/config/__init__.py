@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from torchtitan.config.derive import cut_warnings, derive, gradient_accumulation_steps
+from torchtitan.config.derive import derive, gradient_accumulation_steps, warnings
 from torchtitan.config.load.command_line import show_help
 from torchtitan.config.load.decode import LoadedConfig, load_config
 from torchtitan.config.load.extend import extend
@@ -59,5 +59,5 @@ def complete(loaded: LoadedConfig, world: int, *, check: bool = True) -> Resolve
     config, formulas = derive(base, world)
     if check:
         validate(config, world, loaded.sources)
-    warnings = [*loaded.warnings, *cut_warnings(base, formulas, loaded.sources)]
-    return Resolved(config, loaded.sources, formulas, warnings)
+    derived = warnings(base, config, formulas, loaded.sources)
+    return Resolved(config, loaded.sources, formulas, [*loaded.warnings, *derived])

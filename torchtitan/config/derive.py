@@ -133,15 +133,18 @@ def _expert_degree(config: Config, world: int) -> DerivedValue | None:
     return "parallelism.expert_parallel_degree", value, text
 
 
-def _validation_batch(config: Config, world: int) -> DerivedValue | None:
-    """The same rows on any number of ranks, unlike the default of `training.global_batch_size`."""
-    v = config.validation
-    rows = config.training.global_batch_size
-    if v.global_batch_size != -1:
-        return None
-    if rows > 0:
-        return "validation.global_batch_size", rows, "training.global_batch_size"
-    return "validation.global_batch_size", v.local_batch_size, "validation.local_batch_size"
+def _as_in_training(key: str) -> Callable[[Config, int], DerivedValue | None]:
+    """The default of a key of `[validation]`: its value in `[training]`, before any stage."""
+
+    def default(config: Config, world: int) -> DerivedValue | None:
+        if getattr(config.validation, key) != -1:
+            return None
+        value, source = getattr(config.training, key), f"training.{key}"
+        if value == -1:  # the same rows on any number of ranks, unlike training's
+            value, source = config.validation.local_batch_size, "validation.local_batch_size"
+        return f"validation.{key}", value, source
+
+    return default
 
 
 def _global_batch(config: Config, world: int) -> DerivedValue | None:
@@ -205,7 +208,7 @@ _DERIVATIONS: tuple[Callable[[Config, int], DerivedValue | None], ...] = (
     _replica_degree,
     _shard_degree,
     _expert_degree,
-    _validation_batch,
+    *map(_as_in_training, ("seq_len", "local_batch_size", "global_batch_size")),
     _global_batch,
     _total_steps,
     _warmup,
@@ -226,19 +229,32 @@ def derive(config: Config, world: int) -> tuple[Config, dict[str, str]]:
     return config, formulas
 
 
-def cut_warnings(base: Config, formulas: dict[str, str], sources: dict[str, str]) -> Iterator[str]:
-    """A warning for each value in the configuration that the schedule's length has cut.
+def warnings(
+    base: Config, config: Config, formulas: dict[str, str], sources: dict[str, str]
+) -> Iterator[str]:
+    """A warning for each value in the configuration that the schedule's length has cut, and for
+    validation on longer rows than training's.
 
     Args:
         base: the configuration before values were derived.
         formulas, sources: as in `Resolved`.
     """
-    for key in ("warmup_steps", "decay_ratio"):
-        name = f"lr_scheduler.{key}"
-        if getattr(base.lr_scheduler, key) is not None and name in formulas:
-            source = sources.get(name, "default")
-            start = name if source == f"--{name}" else f"{source}: {name}"
-            yield f"{start}: {formulas[name]}"
+    reasons = {
+        name: formulas[name]
+        for key in ("warmup_steps", "decay_ratio")
+        if getattr(base.lr_scheduler, key) is not None
+        and (name := f"lr_scheduler.{key}") in formulas
+    }
+    longest = max(stage.training.seq_len for stage in stages_of(config))
+    if config.validation.enable and config.validation.seq_len > longest:
+        reasons["validation.seq_len"] = (
+            f"{config.validation.seq_len} is longer than training's rows of {longest}, so the "
+            "loss includes positions that this run doesn't train"
+        )
+    for name, reason in reasons.items():
+        source = sources.get(name, "default")
+        start = name if source == f"--{name}" else f"{source}: {name}"
+        yield f"{start}: {reason}"
 
 
 def degrees_fill(config: Config, world: int) -> bool:
@@ -332,6 +348,14 @@ def stages_of(config: Config) -> list[Config]:
         }
         configs.append(last.model_copy(update=sections))
     return configs
+
+
+def longest_row(config: Config, stage: int) -> int:
+    """Length of the longest row that the model reads up to a stage of the data."""
+    lengths = [each.training.seq_len for each in stages_of(config)[: stage + 1]]
+    if config.validation.enable:
+        lengths.append(config.validation.seq_len)
+    return max(lengths)
 
 
 def validation_rows(config: Config) -> int:

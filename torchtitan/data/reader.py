@@ -116,7 +116,7 @@ class StepReader:
                 rows = reader.read(self.step, count, slots[name], length)
                 row_of.update(rows)
                 source_of.update(dict.fromkeys(rows, index))
-        if not self.spec.infinite and not row_of:
+        if not row_of and not self.spec.infinite and all(r.ended for r in self.readers.values()):
             return None
         self.step += 1
         local = local_rows(count, self.share)

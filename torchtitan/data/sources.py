@@ -401,7 +401,11 @@ class _LaneSource(OpenSource):
 
 
 class DocumentSource(_LaneSource):
-    """Documents that can be read in any order; one lane per row, if there are enough."""
+    """Documents that can be read in any order; one lane per row, if there are enough.
+
+    A single pass has 1 to 256 lanes of at least 256 documents, so that they end at about the same
+    time, and many ranks needn't all tokenize everything.
+    """
 
     kind = "documents"
 
@@ -409,6 +413,8 @@ class DocumentSource(_LaneSource):
         self, documents: Documents, spec: DataSpec, retry: Retry, chat: Chat | None = None
     ):
         lanes = min(max(spec.batch_sizes), len(documents))
+        if not spec.infinite:
+            lanes = 1 << (min(max(len(documents), 2**8), 2**16) // 2**8).bit_length() - 1
         super().__init__(documents.contents, lanes, spec, retry, chat)
         self.documents = documents
 
@@ -439,8 +445,8 @@ class StreamSource(_LaneSource):
         self, stream: Stream, spec: DataSpec, source: Source, retry: Retry, chat: Chat | None = None
     ):
         # Every lane gets whole shards: if the number of lanes didn't divide theirs, each would read
-        # the whole stream.
-        lanes = math.gcd(max(spec.batch_sizes), stream.num_shards)
+        # the whole stream. A pass opens few shards.
+        lanes = math.gcd(max(spec.batch_sizes) if spec.infinite else 8, stream.num_shards)
         reading = f"; chat template {chat.fingerprint}" if chat else ""
         super().__init__(Contents(f"stream of {source.dataset}{reading}"), lanes, spec, retry, chat)
         self.stream = stream

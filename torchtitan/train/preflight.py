@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from torchtitan.config.derive import stages_of
+from torchtitan.config.derive import longest_row, stages_of
 from torchtitan.config.registry import TRACKER_PACKAGES
 from torchtitan.config.rules import ABSENT, HERE, Accelerator, Facts, located, problems, with_ranks
 from torchtitan.config.sections.parallelism import Compile
@@ -155,7 +155,7 @@ def args_of_stages(config: Config, spec: ModelSpec) -> list[Any]:
     Raises:
         ConfigError: an override that the family doesn't have, or positions that it can't have.
     """
-    longest = _longest_row(config)
+    longest = longest_row(config, len(config.training.stages))
     stage_args: list[Any] = []
     before = None
     for index, stage_config in enumerate(stages_of(config)):
@@ -173,14 +173,6 @@ def args_of_stages(config: Config, spec: ModelSpec) -> list[Any]:
             where = f"training.stages: the stage from_step {step}"
             raise ConfigError([f"{where}: {problem}" for problem in error.problems]) from None
     return stage_args
-
-
-def _longest_row(config: Config) -> int:
-    """Length of the longest row that the model reads."""
-    lengths = [stage.training.seq_len for stage in stages_of(config)]
-    if config.validation.enable:
-        lengths.append(config.validation.seq_len)
-    return max(lengths)
 
 
 def _model_facts(config: Config, spec: ModelSpec, stage_args: Sequence[Any]) -> dict[str, Any]:

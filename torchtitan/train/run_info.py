@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torchtitan.checkpoint.commit import versions
-from torchtitan.config.derive import layout_degrees, stages_of
+from torchtitan.config.derive import layout_degrees, longest_row
 from torchtitan.config.load.render import to_toml
 from torchtitan.config.sections.parallelism import Parallelism
 from torchtitan.config.sections.schema import Config
@@ -55,10 +55,8 @@ def describe_model(config: Config, setup: Setup, stage: int) -> dict[str, Any]:
 
 def trained_args(config: Config, setup: Setup, stage: int) -> Any:
     """Hyper-parameters up to a stage of the data: `max_seq_len` is the longest row so far."""
-    lengths = [stage_config.training.seq_len for stage_config in stages_of(config)[: stage + 1]]
-    if config.validation.enable:
-        lengths.append(config.validation.seq_len)
-    return setup.args_of(stage).model_copy(update={"max_seq_len": max(lengths)})
+    longest = longest_row(config, stage)
+    return setup.args_of(stage).model_copy(update={"max_seq_len": longest})
 
 
 def describe_start(run: Mapping[str, Any], parallelism: Parallelism) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from torchtitan.utils.wording import brief
 
 _NAME_DATA = ("dataset", "dataset_path", "text_column", "messages_column")
 """Keys of a section that has one data set."""
+_SIZES = ("local_batch_size", "global_batch_size", "seq_len")
+"""Keys of a batch."""
 
 
 @rule("training.dataloader.persistent_workers", "validation.dataloader.persistent_workers")
@@ -42,7 +44,7 @@ def data_fails_before_collectives(config: Config, facts: Facts) -> Iterator[str]
             )
 
 
-@rule("validation.steps", "validation.sets", "validation.global_batch_size")
+@rule("validation.steps", "validation.sets", *(f"validation.{key}" for key in _SIZES))
 def validation_sees_data(config: Config, facts: Facts) -> Iterator[str]:
     v = config.validation
     if not v.enable:
@@ -53,11 +55,9 @@ def validation_sees_data(config: Config, facts: Facts) -> Iterator[str]:
     for val_set in v.sets:
         if val_set.steps == 0:
             yield f"validation.sets: {brief(val_set.name)}: steps: {advice}, or remove the set"
-    if v.global_batch_size == 0:
-        yield (
-            "validation.global_batch_size: 0 rows give no loss; set 1 or more, or -1 for the "
-            "default"
-        )
+    for key in _SIZES:
+        if getattr(v, key) == 0:
+            yield f"validation.{key}: 0 gives no loss; set 1 or more, or -1 for the default"
 
 
 @rule("validation.sets")

@@ -158,14 +158,14 @@ class Validation(Section):
     """Validate on several sets, instead of `dataset` and `dataset_path`: `[[validation.sets]]`
     tables.
     """
-    local_batch_size: Rows = 8
-    """Rows per forward pass on each data-parallel rank, at most."""
+    local_batch_size: Annotated[int, Field(ge=-1, le=2**20)] = -1
+    """Rows per forward pass on each data-parallel rank, at most. -1: `training.local_batch_size`."""
     global_batch_size: Annotated[int, Field(ge=-1, le=2**30)] = -1
     """Rows per batch over all ranks, on any number of them. -1: `training.global_batch_size` if it
     is set, else `local_batch_size`.
     """
-    seq_len: SeqLen = 2048
-    """Tokens per row."""
+    seq_len: Annotated[int, Field(ge=-1, le=2**27)] = -1
+    """Tokens per row, in all stages. -1: `training.seq_len`."""
     freq: Steps = 10
     """Steps between validations."""
     steps: StepsOrDefault = -1

@@ -275,6 +275,8 @@ class LaneReader(SourceReader):
         self.share = share
         self.lanes = lanes
         self.count = count
+        self.active = set(lanes)
+        """Lanes that haven't ended."""
         self.rows = self.tokens = 0
 
     def read(self, step: int, count: int, slots: NDArray[np.int64], length: int) -> dict[int, Row]:
@@ -284,11 +286,17 @@ class LaneReader(SourceReader):
         for slot, lane in zip(slots.tolist(), lanes.tolist(), strict=True):
             if lane in self.lanes:
                 row = self.lanes[lane].row(length)
-                if slot in local and row is not None:
+                if row is None:
+                    self.active.discard(lane)
+                elif slot in local:
                     rows[slot] = row
         self.rows += len(slots)
         self.tokens += len(slots) * length
         return rows
+
+    @property
+    def ended(self) -> bool:
+        return not self.active
 
     @property
     def packing_stats(self) -> PackingStats:

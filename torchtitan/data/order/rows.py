@@ -12,7 +12,8 @@ reads. The contents of a row depend neither on the other rows that a rank reads 
 
 The slot of a row in its step decides its lane, so a rank needs only the lanes of its slots. Where
 ranks share a lane, each reads past the other's rows. Random-access text has as many lanes as the
-batch has rows, a stream as many as its shards allow (`lanes`).
+batch has rows, a stream as many as its shards allow (`lanes`); in validation, neither depends on
+the batch, so the rows of a whole set don't.
 
 The source of a row is a function of (seed, weights, step, row) alone. At every step, each source
 has had its share of the rows since its weights last changed, to within one row: the chairman
@@ -67,6 +68,11 @@ class SourceReader(ABC):
     def remaining_rows(self, length: int) -> int | None:
         """Rows of a length until the source ends; None if it doesn't."""
         return None
+
+    @property
+    def ended(self) -> bool:
+        """Whether rows that are missing in a step are missing in all later ones, too."""
+        return True
 
     @property
     def packing_stats(self) -> PackingStats:

@@ -187,7 +187,6 @@ def _validation(request: Request) -> Choices:
         return {}
     return {
         "validation.enable": Choice(True, "loss on text that training never sees"),
-        "validation.seq_len": Choice(request.seq_len, "as in training"),
         "validation.steps": Choice(_VALIDATION_BATCHES, "global batches per validation"),
     }
 
@@ -210,9 +209,7 @@ def final_settings(settings: Choices, plan: Plan, request: Request) -> Choices:
         ),
     }
     if has_held_out(request):
-        rows = plan.config.training.local_batch_size
         from_plan["validation.freq"] = Choice(per_save, "when a checkpoint is saved")
-        from_plan["validation.local_batch_size"] = Choice(rows, "as in training, which fits")
     return settings | from_plan | request.flag_settings
 
 
