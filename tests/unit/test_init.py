@@ -75,6 +75,7 @@ def test_hours_and_tokens_become_steps():
         ("600M", 1, 128),  # llama2.c's 131,072 tokens
         ("20M", 1, 64),  # the largest power of two that makes 200 steps
         ("1M", 1, 4),
+        ("0.1M", 1, 4),  # a single row's loss and gradient are noise
         ("1M", 8, 8),  # a row for each device
     ],
 )

@@ -231,6 +231,14 @@ def test_the_surer_of_two_like_predictions_comes_first():
     ]
 
 
+def test_a_few_hundred_mib_are_no_reason_for_a_slower_layout():
+    whole, parts = (workload("--activation_checkpoint.mode=none", world=1) for _ in range(2))
+    frontier = Frontier()
+    frontier.add(Candidate(1000, 900, 0.9, 0, workload=whole))
+    frontier.add(Candidate(800, 720, 0.5, 0, workload=parts))
+    assert [why for _, why in propose(frontier)] == ["the fastest"]
+
+
 def test_the_files_own_layout_is_a_row():
     found = find_layouts([*SMALL, "--training.local_batch_size=1"], 16, H100)
     same = [proposal for proposal in found.best if proposal.baseline]

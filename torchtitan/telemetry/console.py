@@ -19,6 +19,7 @@ from torchtitan.utils.wording import (
     show_percent,
     show_rate,
     show_tokens,
+    validation_title,
 )
 
 _RECENT = 100
@@ -247,9 +248,7 @@ def _validation(record: Record, suffix: str) -> str:
     """
     bits = record[f"validation_bits_per_byte{suffix}"]
     average = record.get(f"validation_loss_ema{suffix}")
-    text = "validation loss"
-    if suffix:
-        text += f" of {suffix[1:]}"
+    text = validation_title(suffix[1:])
     loss = record[f"validation_loss{suffix}"]
     if loss is None:
         return f"{text}: no predicted tokens"

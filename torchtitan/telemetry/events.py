@@ -12,7 +12,6 @@ from typing import Any
 
 from torchtitan.utils.logging import EVENT, event, logger
 from torchtitan.utils.run_files import RunFile
-from torchtitan.utils.wording import show_loss
 
 FILE = "events.jsonl"
 Event = Mapping[str, Any]
@@ -53,12 +52,12 @@ class Events(logging.Handler):
         if self.listener is not None:
             self.listener(entry)
 
-    def end(self, step: int, reason: str, loss: float | None = None) -> None:
+    def end(self, step: int, reason: str, loss: str | None = None) -> None:
         """Record the end of this start.
 
         Args:
             reason: the reason in `run.json`.
-            loss: the loss of `step`, if this start trained it.
+            loss: the loss of the last steps, if this start trained any.
         """
         if self.writes:
             kind = _KIND.get(reason, "failed")
@@ -66,7 +65,7 @@ class Events(logging.Handler):
             if kind != "failed":
                 message = f"{reason.capitalize()} after step {step:,}"
                 if loss is not None:
-                    message += f", loss {show_loss(loss)}"
+                    message += f", loss {loss}"
             # the log has it already
             self.handle(logging.makeLogRecord({"msg": message, **event(kind, step)}))
         logger.removeHandler(self)

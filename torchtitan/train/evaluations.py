@@ -125,6 +125,7 @@ class Validate(Evaluation):
 
     def record(self, run: Run, outcome: list[dict[str, Any]]) -> None:
         self.metrics.log_validation(run.progress.step, outcome)
+        run.progress.validation = {each["name"]: each["loss"] for each in outcome}
         self.engine.notify("on_validation", outcome)
 
     def on_end(self, run: Run, reason: str) -> None:

@@ -21,7 +21,7 @@ from torchtitan.utils.process import launcher_reports, rank_and_world
 from torchtitan.utils.signals import INTERRUPTED, StopRequest
 from torchtitan.utils.storage import storage_path
 from torchtitan.utils.torch_versions import installed_torch, too_new
-from torchtitan.utils.wording import plural, show_loss, show_tokens
+from torchtitan.utils.wording import plural, show_loss, show_recent, show_tokens, validation_title
 
 if TYPE_CHECKING:
     from torchtitan.train.state import Progress
@@ -168,8 +168,6 @@ def _summarize(resolved: Resolved, progress: "Progress") -> None:
     """Log what the run produced and what to do next."""
     config = resolved.config
     step = progress.step
-    first = progress.first_loss
-    last = progress.last_loss
     dump = config.job.dump_folder
     if progress.data is None:
         logger.info(
@@ -178,8 +176,10 @@ def _summarize(resolved: Resolved, progress: "Progress") -> None:
         )
         return
     loss = "no loss: no token was predicted"
-    if first is not None and last is not None:
-        loss = f"loss {show_loss(first)} -> {show_loss(last)}"
+    if progress.first_loss is not None:
+        loss = f"loss {show_loss(progress.first_loss)} -> {show_recent(progress.losses, 'step')}"
+    for name, held_out in progress.validation.items():
+        loss += "" if held_out is None else f", {validation_title(name)} {show_loss(held_out)}"
     logger.info(f"Done: step {step}, {show_tokens(progress.tokens)} tokens, {loss}")
     results = {"metrics": f"{dump}/metrics.jsonl", "config": f"{dump}/config.toml"}
     saves = config.checkpoint.enable and not config.checkpoint.load_only

@@ -75,13 +75,13 @@ class Telemetry:
         )
         _announce(config, step)
 
-    def close(self, step: int, reason: str, last_loss: float | None) -> None:
+    def close(self, step: int, reason: str, loss: str | None) -> None:
         """
         Args:
             reason: why this start ended, as in `run.json`.
-            last_loss: the loss of `step`; None if this start didn't train it.
+            loss: the loss of the last steps; None if this start trained none.
         """
-        self.events.end(step, reason, last_loss)
+        self.events.end(step, reason, loss)
         self.metrics.close(reason)
         self.run_record.save_trackers()
 

@@ -1,8 +1,8 @@
 """The progress of a run, and the outcome of a step."""
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -56,7 +56,10 @@ class Progress:
     epochs: Sequence[float] = ()
     """Number of times that this rank has read each data source."""
     first_loss: float | None = None
-    last_loss: float | None = None
+    losses: list[float] = field(default_factory=list)
+    """Losses of up to the last 1,000 steps of this process."""
+    validation: Mapping[str, float | None] = field(default_factory=dict)
+    """The last loss of each validation set."""
 
     def advance(self, tokens: int, loss: float | None, *, skipped: bool) -> None:
         """Record a finished step; without a loss if it predicted nothing."""
@@ -64,7 +67,8 @@ class Progress:
         self.tokens += tokens
         self.skipped += skipped
         self.first_loss = loss if self.first_loss is None else self.first_loss
-        self.last_loss = self.last_loss if loss is None else loss
+        if loss is not None:
+            self.losses = [*self.losses[-999:], loss]
 
     def state_dict(self) -> dict[str, int]:
         return {"step": self.step, "tokens": self.tokens, "skipped": self.skipped}

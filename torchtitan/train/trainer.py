@@ -42,6 +42,7 @@ from torchtitan.utils.device import (
 from torchtitan.utils.errors import HangError, OutOfMemoryError, UserError
 from torchtitan.utils.logging import logger
 from torchtitan.utils.signals import StopRequest
+from torchtitan.utils.wording import show_recent
 
 COMMIT_SECONDS = 10.0
 """Time to wait after an error until an asynchronous save is committed."""
@@ -324,7 +325,8 @@ class Trainer:
             self.watch.failed(error)
         if error is not None:
             self.checkpointer.settle(COMMIT_SECONDS)
-        self.telemetry.close(step, reason, self.progress.last_loss)
+        loss = show_recent(self.progress.losses, "step")
+        self.telemetry.close(step, reason, loss)
         self._end_callbacks(reason, error)
         self.engine.loader.close()
         if error is None and dist.get_rank() == 0:

@@ -6,6 +6,7 @@ import re
 import reprlib
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 DATE = "%Y-%m-%d %H:%M:%S"
@@ -90,6 +91,21 @@ def show_tokens(count: float) -> str:
 def show_loss(loss: float) -> str:
     """`2.3457`."""
     return f"{loss:.4f}"
+
+
+def show_recent(losses: Sequence[float], unit: str) -> str | None:
+    """The mean of the last tenth of the losses, at least five: one of few rows is mostly noise.
+    None without any.
+    """
+    recent = losses[-max(5, len(losses) // 10) :]
+    if not recent:
+        return None
+    return f"{show_loss(fmean(recent))} (mean of the last {plural(len(recent), unit)})"
+
+
+def validation_title(name: str) -> str:
+    """The loss of a validation set; the name is '' if there is one set."""
+    return f"validation loss of {name}" if name else "validation loss"
 
 
 def show_percent(percent: float) -> str:

@@ -159,7 +159,7 @@ class Validation(Section):
     tables.
     """
     local_batch_size: Annotated[int, Field(ge=-1, le=2**20)] = -1
-    """Rows per forward pass on each data-parallel rank, at most. -1: `training.local_batch_size`."""
+    """Most rows per forward pass on a data-parallel rank. -1: `training.local_batch_size`."""
     global_batch_size: Annotated[int, Field(ge=-1, le=2**30)] = -1
     """Rows per batch over all ranks, on any number of them. -1: `training.global_batch_size` if it
     is set, else `local_batch_size`.

@@ -46,6 +46,8 @@ _BATCHES = {
 """Tokens of a step and their source, by number of parameters."""
 _FEWEST_STEPS = 200
 """Minimum number of optimizer steps; a run that is too short for it gets a smaller batch."""
+_FEWEST_ROWS = 4
+"""Minimum rows of a step, or one per device: the loss of a single row is noise."""
 _ROUGH_EFFICIENCY = 0.6
 """Assumed share of the hardware's matmul rate, for a first guess at the speed."""
 _MOST_LOGITS = 2**27
@@ -80,18 +82,18 @@ def _rows(tokens: int, seq_len: int, devices: int) -> int:
 
 
 def _global_batch(request: Request) -> tuple[int, str]:
-    """Rows of a step and the reason: the published batch, less for short runs, 1+ per device."""
+    """Rows of a step and the reason: the published batch, less for short runs."""
     batch, source = _nearest(_BATCHES, request.model.parameters()[0])
     most = max(1.0, _rough_tokens(request) / _FEWEST_STEPS)
     short = most < batch
     tokens = batch
     if short:  # a power of two, since degrees are
-        least = min(batch, request.devices * request.seq_len)
+        least = min(batch, max(request.devices, _FEWEST_ROWS) * request.seq_len)
         tokens = max(least, 2 ** int(math.log2(most)))
     rows = _rows(tokens, request.seq_len, request.devices)
     why = f"{rows * request.seq_len:,} tokens per step"
     if short:
-        return rows, f"{why}, for about {_FEWEST_STEPS} steps; {source}, had {batch:,}"
+        return rows, f"{why}, few for a short run; {source}, had {batch:,}"
     return rows, f"{why}, near {batch:,} of {source}"
 
 

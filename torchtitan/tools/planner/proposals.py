@@ -18,7 +18,7 @@ from torchtitan.utils.wording import show_rate
 ALIKE = 0.98
 """Relative speed from which two layouts are equally fast: the model can't resolve more."""
 _LESS_MEMORY = 0.9
-"""Relative memory below which a layout is worth showing for it."""
+"""Relative memory below which a layout is worth showing for it, if it saves a GiB."""
 _MAX_PROPOSALS = 6
 _MAX_OTHER_KINDS = 2
 """Layouts shown beyond the frontier, since they stress another part of the hardware."""
@@ -56,6 +56,10 @@ class Candidate:
         """Mesh axes with more than one rank."""
         degrees = layout_degrees(self.workload.config.parallelism)
         return tuple(axis for axis, degree in degrees.items() if degree > 1)
+
+    def saves(self, gib: float) -> bool:
+        """Whether this candidate needs so much less memory that it is worth showing."""
+        return self.gib < min(_LESS_MEMORY * gib, gib - 1)
 
     def beats(self, other: "Candidate") -> bool:
         """Whether this candidate is at least as fast, as small and as simple as the other."""
@@ -124,11 +128,7 @@ def propose(frontier: Frontier) -> list[tuple[Candidate, str]]:
         as_fast = [c for c in candidates if c.low >= candidates[0].low * ALIKE]
         pick = min(as_fast, key=lambda c: (c.complexity, -c.low, c.gib))
         picks.append((pick, _why(pick, [c for c, _ in picks], fastest[0])))
-        candidates = [
-            c
-            for c in candidates
-            if c.gib < _LESS_MEMORY * pick.gib or c.complexity < pick.complexity
-        ]
+        candidates = [c for c in candidates if c.saves(pick.gib) or c.complexity < pick.complexity]
     picks[1:] = sorted(picks[1:], key=lambda entry: -entry[0].low)
     kinds = {c.kind for c, _ in picks}
     others = sorted(
@@ -153,11 +153,11 @@ def _why(pick: Candidate, earlier: Sequence[Candidate], fastest: Candidate) -> s
     slowdown = 1 - pick.low / first.low
     price = f"for {slowdown:.0%} of the speed" if slowdown >= 0.01 else "at the same speed"
     less = f"{first.gib - pick.gib:.0f} GiB less"
-    smaller = pick.gib < _LESS_MEMORY * min(c.gib for c in earlier)
+    smaller = pick.saves(min(c.gib for c in earlier))
     simpler = pick.complexity < min(c.complexity for c in earlier)
     if smaller or simpler:
         return f"{' and '.join([less] * smaller + ['simpler'] * simpler)} {price}"
-    rival = [c for c in earlier if pick.gib >= _LESS_MEMORY * c.gib][-1]
+    rival = [c for c in earlier if not pick.saves(c.gib)][-1]
     return (
         f"{less} {price}, and simpler than "
         f"{layout_name(layout_degrees(rival.workload.config.parallelism))}"

@@ -12,7 +12,14 @@ from torchtitan.tools.reports.folder import Folder
 from torchtitan.tools.reports.noise import Gap, gap_in_ranges, mean_gap, median_gap
 from torchtitan.tools.reports.scores import Curve
 from torchtitan.tools.reports.series import Curves
-from torchtitan.utils.wording import cut, plural, show_loss, show_rate, show_tokens
+from torchtitan.utils.wording import (
+    cut,
+    plural,
+    show_loss,
+    show_rate,
+    show_tokens,
+    validation_title,
+)
 
 SHARE = 0.25
 """Losses are compared over this last share of the common tokens."""
@@ -123,9 +130,8 @@ def _validation(run: LoadedRun, base: LoadedRun) -> Iterator[_Comparison]:
     """The difference of each validation set at the last step at which both have validated."""
     for name, last, base_last in _last_common(run.curves.validation(), base.curves.validation()):
         difference = Gap(last["loss"] - base_last["loss"], None)
-        subject = f"validation loss of {name}" if name else "validation loss"
         text = f"{_verdict(difference)}, at step {last['step']:,}, one validation of each"
-        yield f"validation_loss/{name}".rstrip("/"), difference, f"{subject} {text}"
+        yield f"validation_loss/{name}".rstrip("/"), difference, f"{validation_title(name)} {text}"
 
 
 def _evals(run: LoadedRun, base: LoadedRun) -> Iterator[_Comparison]:

@@ -22,7 +22,9 @@ from torchtitan.utils.wording import (
     show_loss,
     show_percent,
     show_rate,
+    show_recent,
     show_tokens,
+    validation_title,
 )
 
 Run = dict[str, Any]
@@ -68,15 +70,15 @@ def _summary(run: Run) -> Iterator[str]:
     message = f": {cut(run['message'], 200)}" if run["message"] else ""
     yield printable(f"{run['name']}  {run['state']}{message}")
     total = f"/{run['total_steps']:,}" if run["total_steps"] is not None else ""
+    losses = [loss for loss in run["metrics"].get("loss", ()) if loss is not None]
     validation = (
-        f"validation loss{f' of {name}' if name else ''} {show_loss(curve['loss'][-1])} "
-        f"(step {curve['step'][-1]:,})"
+        f"{validation_title(name)} {show_loss(curve['loss'][-1])} (step {curve['step'][-1]:,})"
         for name, curve in run["validation"].items()
     )
     yield _join(
         f"step {run['step']:,}{total}",
         show_optional(run["tokens"], lambda count: f"{show_tokens(count)} tokens"),
-        show_optional(latest.get("loss"), lambda loss: f"loss {show_loss(loss)}"),
+        show_optional(show_recent(losses, "record"), lambda loss: f"loss {loss}"),
         *validation,
     )
     speed = latest.get("tokens_per_second")
