@@ -1,6 +1,7 @@
 """What is recorded, against hand-made runs and the formats' own readers."""
 
 import json
+import logging
 import math
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.runs import read_metrics
+from torchtitan.config import resolve
 from torchtitan.config.sections import schema
 from torchtitan.telemetry import experts as observed
 from torchtitan.telemetry.console import ConsoleSink, StageCost
@@ -18,6 +20,8 @@ from torchtitan.telemetry.run_record import RunRecord
 from torchtitan.telemetry.scores import record_scores
 from torchtitan.telemetry.trackers.base import scalars
 from torchtitan.telemetry.trackers.jsonl import JsonlSink
+from torchtitan.train.rank_main import _summarize
+from torchtitan.train.state import Progress
 from torchtitan.utils import activity as phases
 from torchtitan.utils import device
 from torchtitan.utils.activity import phase
@@ -283,3 +287,18 @@ def test_console_line_says_mfu_only_where_the_peak_is_known():
 )
 def test_peak_rates_are_known_or_none(name, dtype, peak):
     assert peak_flops(name, dtype) == peak
+
+
+def test_the_last_line_has_a_loss_that_can_be_read(tmp_path, caplog, monkeypatch):
+    """Steps of a row each: 7.5, 2.5, 7.5, ..., of which the last one is 2.5."""
+    monkeypatch.setattr(logging.getLogger("torchtitan"), "propagate", True)
+    progress = Progress(data=object())
+    for step in range(150):
+        progress.advance(1, 2.5 if step % 2 else 7.5, skipped=False)
+    progress.validation = {"": 6.93, "empty": None, "web": 5}
+    with caplog.at_level("INFO", "torchtitan"):
+        _summarize(resolve([f"--job.dump_folder={tmp_path}"], 1), progress)
+    assert caplog.messages[0] == (
+        "Done: step 150, 150 tokens, loss 7.5000 -> 4.8333 (mean of the last 15 steps), "
+        "validation loss 6.9300, validation loss of web 5.0000"
+    )

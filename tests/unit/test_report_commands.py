@@ -172,7 +172,8 @@ def test_report_of_one_run(tmp_path, monkeypatch, capsys):
     lines = run(monkeypatch, capsys, "report", folder).out.splitlines()
     assert lines[:3] == [
         "a  completed",
-        "  step 5/100   5.00K tokens   loss 10.0000   validation loss 4.5000 (step 5)",
+        "  step 5/100   5.00K tokens   loss 10.0000 (mean of the last 5 records)   "
+        "validation loss 4.5000 (step 5)",
         "  500 tokens/s per device   70.0 GiB   tp 2",
     ]
     assert lines[3].startswith("  goodput 90.0%   2 starts   ended 20")
