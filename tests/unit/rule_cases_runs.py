@@ -238,7 +238,7 @@ RUN_CASES = {
         (
             1,
             ["--training.sources=[{name = 'a', dataset = 'c5'}]"],
-            "training.sources: 'a': dataset: no",
+            "training.sources.a.dataset: no",
             [SOURCES],
         ),
         (
@@ -250,7 +250,7 @@ RUN_CASES = {
         (
             1,
             ["--validation.enable", "--validation.sets=[{name = 'a', dataset = 'c5'}]"],
-            "'a': dataset: no dataset",
+            "validation.sets.a.dataset: no dataset",
             ["--validation.sets=[{name = 'a', dataset = 'c4'}]"],
         ),
     ],
@@ -268,7 +268,7 @@ RUN_CASES = {
         (
             1,
             ["--training.sources=[{name = 'a', messages_column = 'messages'}]"],
-            "training.sources: 'a': messages_column: demo has no conversations",
+            "training.sources.a.messages_column: demo has no conversations",
             ["--training.sources=[{name = 'a', dataset = 'org/x', messages_column = 'messages'}]"],
         ),
     ],

@@ -15,8 +15,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
+from torchtitan.config.sections.data import Source, ValidationSet
 from torchtitan.config.sections.parallelism import ActivationCheckpoint, Parallelism
 from torchtitan.config.sections.schema import Config
+from torchtitan.config.sections.training import Training, Validation
 from torchtitan.config.types import Section
 
 SectionT = TypeVar("SectionT", bound=Section)
@@ -348,6 +350,21 @@ def stages_of(config: Config) -> list[Config]:
         }
         configs.append(last.model_copy(update=sections))
     return configs
+
+
+def data_sections(
+    config: Config,
+) -> Iterator[tuple[str, Training | Source | Validation | ValidationSet]]:
+    """The sections and tables that name data, with their keys."""
+    t, v = config.training, config.validation
+    if not t.sources:
+        yield "training", t
+    for source in t.sources:
+        yield f"training.sources.{source.name}", source
+    if v.enable and not v.sets:
+        yield "validation", v
+    for held_out in v.sets if v.enable else ():
+        yield f"validation.sets.{held_out.name}", held_out
 
 
 def longest_row(config: Config, stage: int) -> int:

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torchtitan.config.derive import data_sections
 from torchtitan.config.registry import data_sources, tokenizers
-from torchtitan.config.sections.data import Source, ValidationSet
 from torchtitan.config.sections.schema import Config
-from torchtitan.config.sections.training import Training, Validation
 from torchtitan.data.encode.chat import Chat
 from torchtitan.data.encode.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.data.read.files import TooManyFilesError, matching_files, path_problem
@@ -115,18 +114,6 @@ def _initial_weights_problems(config: Config, spec: ModelSpec, args: Any) -> lis
 # ---- tokenizer and data
 
 
-def _data_sections(config: Config) -> dict[str, Training | Source | Validation | ValidationSet]:
-    """The sections that name data, by key."""
-    sections: dict[str, Training | Source | Validation | ValidationSet] = {
-        "training": config.training
-    }
-    sections |= {f"training.sources.{source.name}": source for source in config.training.sources}
-    if config.validation.enable:
-        sections["validation"] = config.validation
-        sections |= {f"validation.sets.{each.name}": each for each in config.validation.sets}
-    return sections
-
-
 def _end_problems(config: Config, tokenizer: Tokenizer) -> Iterator[str]:
     """Problems of settings that need an end-of-text token, if the tokenizer has none."""
     training = config.training
@@ -147,7 +134,7 @@ def _end_problems(config: Config, tokenizer: Tokenizer) -> Iterator[str]:
 
 def _chat_problems(config: Config, tokenizer: Tokenizer, args: Any) -> Iterator[str]:
     """Reasons why conversations can't be read with the tokenizer."""
-    for name, section in _data_sections(config).items():
+    for name, section in data_sections(config):
         if section.messages_column is None:
             continue
         key = f"{name}.messages_column"
@@ -164,7 +151,7 @@ def _chat_problems(config: Config, tokenizer: Tokenizer, args: Any) -> Iterator[
 
 def _token_file_problems(config: Config, tokenizer: Tokenizer) -> Iterator[str]:
     """Reasons why local files of ids can't be read. Only a folder's first files are checked."""
-    for name, section in _data_sections(config).items():
+    for name, section in data_sections(config):
         path = Path(section.dataset_path or "")
         if not section.dataset_path or data_sources.find(section.dataset):
             continue
@@ -182,7 +169,7 @@ def _token_file_problems(config: Config, tokenizer: Tokenizer) -> Iterator[str]:
 
 def _data_problems(config: Config) -> Iterator[tuple[str, str]]:
     """The keys of paths that no data can be read from, each with the reason."""
-    for name, section in _data_sections(config).items():
+    for name, section in data_sections(config):
         path = section.dataset_path
         # A registered source interprets its path itself, and only the loader can look up a remote
         # file (hf://, s3://).

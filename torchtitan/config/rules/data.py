@@ -4,9 +4,10 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from torchtitan.config.derive import data_sections
 from torchtitan.config.registry import unknown_dataset
 from torchtitan.config.rules.table import Facts, rule
-from torchtitan.config.sections.data import Source, ValidationSet
+from torchtitan.config.sections.data import ValidationSet
 from torchtitan.config.sections.schema import Config
 from torchtitan.config.sections.training import Training, Validation
 from torchtitan.utils.errors import did_you_mean
@@ -81,38 +82,25 @@ def validation_sets_are_distinct(config: Config, facts: Facts) -> Iterator[str]:
 @rule("training.dataset", "training.sources", "validation.dataset", "validation.sets")
 def datasets_are_known(config: Config, facts: Facts) -> Iterator[str]:
     """A `dataset` with a path is only a label, so any name is legal."""
-    for table, data in _tables(config):
+    for key, data in data_sections(config):
         if data.dataset_path is None and (problem := unknown_dataset(data.dataset)):
-            yield f"{table}dataset: {problem}"
-
-
-def _tables(config: Config) -> Iterator[tuple[str, Training | Source | Validation | ValidationSet]]:
-    """Every section and table that names data, with the prefix of its keys in messages."""
-    if not config.training.sources:
-        yield "training.", config.training
-    for source in config.training.sources:
-        yield f"training.sources: {brief(source.name)}: ", source
-    if config.validation.enable:
-        if not config.validation.sets:
-            yield "validation.", config.validation
-        for val_set in config.validation.sets:
-            yield f"validation.sets: {brief(val_set.name)}: ", val_set
+            yield f"{key}.dataset: {problem}"
 
 
 @rule(
     "training.messages_column", "validation.messages_column", "training.sources", "validation.sets"
 )
 def conversations_are_read_from_a_column(config: Config, facts: Facts) -> Iterator[str]:
-    for table, data in _tables(config):
+    for key, data in data_sections(config):
         if data.messages_column is None:
             continue
         if data.text_column != "text":
             yield (
-                f"{table}messages_column: documents are text or conversations; remove it or "
+                f"{key}.messages_column: documents are text or conversations; remove it or "
                 f"text_column {brief(data.text_column)}"
             )
         if data.dataset_path is None and data.dataset in ("demo", "c4_test", "demo_validation"):
-            yield f"{table}messages_column: {data.dataset} has no conversations; name other data"
+            yield f"{key}.messages_column: {data.dataset} has no conversations; name other data"
 
 
 @rule("training.sources")
