@@ -1,6 +1,10 @@
-"""The example for users of nanoGPT, shortened, with another text in place of Shakespeare's."""
+"""The example for users of nanoGPT: as its page says, and shortened with another text in place of
+Shakespeare's.
+"""
 
+import os
 import re
+import shutil
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -12,6 +16,8 @@ from torchtitan.config import resolve
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "examples/shakespeare/train.toml"
+PAGE = (CONFIG.parent / "README.md").read_text()
+TEXT = os.environ.get("TORCHTITAN_SHAKESPEARE")
 
 
 def test_its_schedule_is_that_of_nanogpt():
@@ -24,24 +30,39 @@ def test_its_schedule_is_that_of_nanogpt():
     assert config.training.max_norm == 1.0
 
 
+def validation_losses(folder, *flags):
+    """The losses by step of the page's commands, which find `input.txt` in the folder.
+
+    Args:
+        flags: more flags of `train`.
+    """
+    (folder / "examples").symlink_to(ROOT / "examples")
+    for line in re.search(r"```sh\n(.*?)```", PAGE, re.DOTALL)[1].replace("\\\n", "").splitlines():
+        if line.startswith("torchtitan"):
+            _, command, *words = line.replace('"', "").split()
+            more = flags if command == "train" else ()
+            done = run_module("torchtitan", command, *words, *more, cwd=folder)
+            assert done.returncode == 0, done.stdout + done.stderr
+    records = read_metrics(folder / "outputs/shakespeare/run")
+    return {r["step"]: r["validation_loss"] for r in records if "validation_loss" in r}
+
+
 @pytest.mark.slow
 def test_it_learns_characters(tmp_path):
     text = re.sub(r"[^\n -~]", "", "".join(topics.values()))[:200_000]
     (tmp_path / "input.txt").write_text(text)
-    readme = (CONFIG.parent / "README.md").read_text()
-    commands = re.search(r"```sh\n(.*?)```", readme, re.DOTALL)[1].splitlines()
-    characters = len(set(text))
-    more = {
-        "train": [
-            "--training.steps=60", "--lr_scheduler.warmup_steps=20", "--metrics.log_freq=20",
-            f"--model.overrides.vocab_size={characters}",
-        ],
-    }  # fmt: skip
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    for line in commands:
-        _, command, *words = line.replace('"', "").split()
-        done = run_module("torchtitan", command, *words, *more.get(command, []), cwd=tmp_path)
-        assert done.returncode == 0, done.stdout + done.stderr
-    records = read_metrics(tmp_path / "outputs/shakespeare/run")
-    losses = [record["validation_loss"] for record in records if "validation_loss" in record]
-    assert losses[-1] < 3.0, "characters alone would be about 3.1"
+    losses = validation_losses(
+        tmp_path, "--training.steps=60", "--lr_scheduler.warmup_steps=20",
+        f"--model.overrides.vocab_size={len(set(text))}",
+    )  # fmt: skip
+    assert losses[60] < 3.0, "characters alone would be about 3.1"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(not TEXT, reason="TORCHTITAN_SHAKESPEARE names no input.txt of nanoGPT")
+def test_its_losses_are_those_of_the_page(tmp_path):
+    shutil.copy(TEXT, tmp_path / "input.txt")
+    losses = validation_losses(tmp_path)
+    for steps, loss in re.findall(r"after ([\d,]+) steps \| [\d.]+ \| ([\d.]+)", PAGE):
+        assert losses[int(steps.replace(",", ""))] == pytest.approx(float(loss), rel=0.01)

@@ -207,18 +207,34 @@ RUN_CASES = {
             ["--ema.start_step=10"],
         ),
     ],
-    "validation_sets_are_distinct": [
+    "data_tables_are_distinct": [
         (
             1,
             ["--validation.sets=[{name = 'a'}, {name = 'a'}]"],
-            "names 2 sets",
+            "validation.sets: 'a' names 2 of them",
             ["--validation.sets=[{name = 'a'}, {name = 'b'}]"],
         ),
         (
             1,
             ["--validation.sets=[{name = 'a'}]", "--validation.dataset=demo_validation"],
-            "can't both be set",
+            "validation.dataset and validation.sets can't both be set",
             ["--validation.dataset=c4_validation"],
+        ),
+        (1, ["--training.sources=[{name = 'a'}, {name = 'a'}]"], "'a' names 2 of them", [SOURCES]),
+        (1, ["--training.sources=[{name = 'a/b'}]"], "has a slash", [SOURCES]),
+        *(
+            (
+                1,
+                [SOURCES, f"--training.{key}={value}"],
+                f"training.{key} and training.sources can't both be set",
+                [f"--training.{key}={default}"],
+            )
+            for key, value, default in (
+                ("messages_column", "messages", "none"),
+                ("dataset", "c4", "demo"),
+                ("dataset_path", "/tmp", "none"),
+                ("text_column", "content", "text"),
+            )
         ),
     ],
     "evals_have_tasks": [(1, ["--eval.enable"], "at least one task", ["--eval.tasks=hellaswag"])],
@@ -280,25 +296,6 @@ RUN_CASES = {
             ["--training.packing=stream"],
         ),
         (1, [PACKED, "--training.seq_len=1"], "2 tokens or more", ["--training.seq_len=2"]),
-    ],
-    "sources_are_named_once": [
-        (1, ["--training.sources=[{name = 'a'}, {name = 'a'}]"], "2 sources are named", [SOURCES]),
-        (1, ["--training.sources=[{name = 'a/b'}]"], "has a slash", [SOURCES]),
-    ],
-    "sources_replace_the_dataset": [
-        (
-            1,
-            [SOURCES, "--training.messages_column=messages"],
-            "training.messages_column: training.sources name the data",
-            ["--training.messages_column=none"],
-        ),
-        (1, [SOURCES, "--training.dataset=c4"], "make it one of them", ["--training.dataset=demo"]),
-        (
-            1,
-            [SOURCES, "--training.dataset_path=/tmp"],
-            "make it one of them",
-            ["--training.dataset_path=none"],
-        ),
     ],
     "stages_follow_each_other": [
         (

@@ -367,12 +367,16 @@ def data_sections(
         yield f"validation.sets.{held_out.name}", held_out
 
 
+def rows_of(config: Config, key: str) -> dict[str, int]:
+    """A key of `[training]` and, if it is enabled, of `[validation]`."""
+    sections = ("training", "validation")[: 1 + config.validation.enable]
+    return {name: getattr(getattr(config, name), key) for name in sections}
+
+
 def longest_row(config: Config, stage: int) -> int:
     """Length of the longest row that the model reads up to a stage of the data."""
-    lengths = [each.training.seq_len for each in stages_of(config)[: stage + 1]]
-    if config.validation.enable:
-        lengths.append(config.validation.seq_len)
-    return max(lengths)
+    stages = stages_of(config)[: stage + 1]
+    return max(max(rows_of(each, "seq_len").values()) for each in stages)
 
 
 def validation_rows(config: Config) -> int:

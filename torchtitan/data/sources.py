@@ -414,7 +414,7 @@ class DocumentSource(_LaneSource):
     ):
         lanes = min(max(spec.batch_sizes), len(documents))
         if not spec.infinite:
-            lanes = 1 << (min(max(len(documents), 2**8), 2**16) // 2**8).bit_length() - 1
+            lanes = 2 ** min(max(len(documents).bit_length() - 9, 0), 8)
         super().__init__(documents.contents, lanes, spec, retry, chat)
         self.documents = documents
 

@@ -9,7 +9,6 @@ from torchtitan.config.registry import unknown_dataset
 from torchtitan.config.rules.table import Facts, rule
 from torchtitan.config.sections.data import ValidationSet
 from torchtitan.config.sections.schema import Config
-from torchtitan.config.sections.training import Training, Validation
 from torchtitan.utils.errors import did_you_mean
 from torchtitan.utils.storage import is_url
 from torchtitan.utils.wording import brief
@@ -61,22 +60,26 @@ def validation_sees_data(config: Config, facts: Facts) -> Iterator[str]:
             yield f"validation.{key}: 0 gives no loss; set 1 or more, or -1 for the default"
 
 
-@rule("validation.sets")
-def validation_sets_are_distinct(config: Config, facts: Facts) -> Iterator[str]:
-    v = config.validation
-    names = [val_set.name for val_set in v.sets]
-    for name in {name for name in names if names.count(name) > 1}:
-        yield (
-            f"validation.sets: {brief(name)} names {names.count(name)} sets; give each a name of "
-            "its own"
-        )
-    single = {key: getattr(v, key) for key in _NAME_DATA}
-    for key in single if v.sets else ():
-        if single[key] != getattr(Validation(), key):
-            yield (
-                f"validation.{key} and validation.sets can't both be set; move {key} to a "
-                "[[validation.sets]] table"
-            )
+@rule("training.sources", "training.dataset", "validation.sets")
+def data_tables_are_distinct(config: Config, facts: Facts) -> Iterator[str]:
+    """And they replace the data that their section names."""
+    t, v = config.training, config.validation
+    lists = ("training.sources", t, t.sources), ("validation.sets", v, v.sets)
+    for key, section, tables in lists:
+        for name, count in Counter(table.name for table in tables).items():
+            if count > 1:
+                yield f"{key}: {brief(name)} names {count} of them; give each a name of its own"
+            if "/" in name and section is t:
+                yield (
+                    f"{key}: the name {brief(name)} has a slash, which separates the parts of a "
+                    "metric's name"
+                )
+        for name in _NAME_DATA if tables else ():
+            if getattr(section, name) != getattr(type(section)(), name):
+                yield (
+                    f"{key.partition('.')[0]}.{name} and {key} can't both be set; move {name} to a "
+                    f"[[{key}]] table, or remove one of the two"
+                )
 
 
 @rule("training.dataset", "training.sources", "validation.dataset", "validation.sets")
@@ -101,33 +104,6 @@ def conversations_are_read_from_a_column(config: Config, facts: Facts) -> Iterat
             )
         if data.dataset_path is None and data.dataset in ("demo", "c4_test", "demo_validation"):
             yield f"{key}.messages_column: {data.dataset} has no conversations; name other data"
-
-
-@rule("training.sources")
-def sources_are_named_once(config: Config, facts: Facts) -> Iterator[str]:
-    t = config.training
-    for name, count in Counter(source.name for source in t.sources).items():
-        if count > 1:
-            yield (
-                f"training.sources: {count} sources are named {brief(name)}; a name stands for "
-                "one position"
-            )
-        if "/" in name:
-            yield (
-                f"training.sources: the name {brief(name)} has a slash, which separates the parts "
-                "of a metric's name"
-            )
-
-
-@rule("training.sources", "training.dataset")
-def sources_replace_the_dataset(config: Config, facts: Facts) -> Iterator[str]:
-    t = config.training
-    for key in ("dataset", "dataset_path", "messages_column"):
-        if t.sources and getattr(t, key) != getattr(Training(), key):
-            yield (
-                f"training.{key}: training.sources name the data; make it one of them, or remove "
-                "one of the two"
-            )
 
 
 @rule("training.packing", "training.seq_len", "training.stages")

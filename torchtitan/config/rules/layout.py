@@ -11,6 +11,7 @@ from torchtitan.config.derive import (
     divisors,
     expert_ranks,
     expert_shard_dim,
+    rows_of,
 )
 from torchtitan.config.pipeline_schedules import splits_backward
 from torchtitan.config.rules.table import ABSENT, Facts, rule
@@ -132,7 +133,7 @@ def sequence_divides(config: Config, facts: Facts) -> Iterator[str]:
     why = " and ".join(f"{key} {degree}" for key, degree in reasons.items() if degree > 1)
     sizes = {} if facts.tensor_parallel_sizes is ABSENT else facts.tensor_parallel_sizes
     is_illegal = any(size % tp for size in sizes.values())
-    for name, seq_len in _seq_lens(config).items():
+    for name, seq_len in rows_of(config, "seq_len").items():
         if seq_len % unit:
             advice = (
                 "choose it once that degree divides the model"
@@ -148,7 +149,7 @@ def loss_chunks_divide(config: Config, facts: Facts) -> Iterator[str]:
     p = config.parallelism
     chunks = config.training.loss_chunks
     ranks = p.context_parallel_degree * p.tensor_parallel_degree
-    for name, seq_len in _seq_lens(config).items():
+    for name, seq_len in rows_of(config, "seq_len").items():
         positions = seq_len // ranks
         if positions % chunks and not seq_len % ranks:
             legal = divisors(positions)
@@ -159,14 +160,6 @@ def loss_chunks_divide(config: Config, facts: Facts) -> Iterator[str]:
                 f"training.loss_chunks: {chunks} does not divide the {positions} positions of "
                 f"{name}.seq_len on each rank; set it to {near}"
             )
-
-
-def _seq_lens(config: Config) -> dict[str, int]:
-    """Section to its `seq_len`."""
-    lengths = {"training": config.training.seq_len}
-    if config.validation.enable:
-        lengths["validation"] = config.validation.seq_len
-    return lengths
 
 
 @rule("parallelism.tensor_parallel_degree", needs=["tensor_parallel_sizes"])

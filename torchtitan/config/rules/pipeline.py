@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torchtitan.config.derive import divisors
+from torchtitan.config.derive import divisors, rows_of
 from torchtitan.config.pipeline_schedules import Schedule, schedule_of
 from torchtitan.config.rules.table import Facts, rule
 from torchtitan.config.sections.parallelism import Parallelism
@@ -217,10 +217,7 @@ def microbatches_divide(config: Config, facts: Facts) -> Iterator[str]:
     if config.parallelism.pipeline_parallel_degree == 1:
         return
     size = config.parallelism.pipeline_parallel_microbatch_size
-    sections = {"training": config.training.local_batch_size}
-    if config.validation.enable:
-        sections["validation"] = config.validation.local_batch_size
-    for section, rows in sections.items():
+    for section, rows in rows_of(config, "local_batch_size").items():
         if rows % size:
             yield (
                 f"{_P}_microbatch_size: {size} does not divide {section}.local_batch_size {rows}; "

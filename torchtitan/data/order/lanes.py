@@ -277,6 +277,7 @@ class LaneReader(SourceReader):
         self.count = count
         self.active = set(lanes)
         """Lanes that haven't ended."""
+        self.ended = not lanes
         self.rows = self.tokens = 0
 
     def read(self, step: int, count: int, slots: NDArray[np.int64], length: int) -> dict[int, Row]:
@@ -288,15 +289,12 @@ class LaneReader(SourceReader):
                 row = self.lanes[lane].row(length)
                 if row is None:
                     self.active.discard(lane)
+                    self.ended = not self.active
                 elif slot in local:
                     rows[slot] = row
         self.rows += len(slots)
         self.tokens += len(slots) * length
         return rows
-
-    @property
-    def ended(self) -> bool:
-        return not self.active
 
     @property
     def packing_stats(self) -> PackingStats:

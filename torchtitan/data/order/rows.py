@@ -54,6 +54,9 @@ _64_BITS = 2**64 - 1
 class SourceReader(ABC):
     """Reads a share of the rows of one source."""
 
+    ended = True
+    """Whether rows that are missing in a step are missing in all later ones, too."""
+
     @abstractmethod
     def read(self, step: int, count: int, slots: NDArray[np.int64], length: int) -> dict[int, Row]:
         """This reader's rows of a step by their slots; empty after the source's end.
@@ -68,11 +71,6 @@ class SourceReader(ABC):
     def remaining_rows(self, length: int) -> int | None:
         """Rows of a length until the source ends; None if it doesn't."""
         return None
-
-    @property
-    def ended(self) -> bool:
-        """Whether rows that are missing in a step are missing in all later ones, too."""
-        return True
 
     @property
     def packing_stats(self) -> PackingStats:

@@ -146,9 +146,10 @@ class _Loader:
 
 def blank_data(config: Config, key: str, _: Any, share: tuple[int, int] = (0, 1), **__: Any) -> Any:
     section = getattr(config, key)
-    size = section.local_batch_size if key == "training" else validation_rows(config)
-    count = section.global_batch_size if key == "training" else size * share[1]
-    rows = -(-count // (share[1] * size)) * size
+    rows = validation_rows(config)
+    if key == "training":
+        size = section.local_batch_size
+        rows = -(-section.global_batch_size // (share[1] * size)) * size
     return _Loader(config, section, rows, [source.name for source in config.training.sources])
 
 
