@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import os
 
 import numpy as np
@@ -254,7 +255,8 @@ def test_a_source_that_pauses_is_compared_when_it_returns(tmp_path):
         resume(loader(tmp_path / "a", tmp_path / "b"), checkpoint)
 
 
-def test_validation_data_is_compared(tmp_path):
+def test_validation_data_is_compared(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("torchtitan"), "propagate", True)
     for name in ("train", "held_out"):
         (tmp_path / name).mkdir()
         text(tmp_path / name)
@@ -266,6 +268,7 @@ def test_validation_data_is_compared(tmp_path):
 
     _, checkpoint = steps(run())
     expected = resume(run(), checkpoint)
+    assert "validation: training reads this data, too" in caplog.text
     assert torch.equal(resume(run("train"), checkpoint), expected), (
         "another set, by the configuration"
     )
@@ -274,7 +277,9 @@ def test_validation_data_is_compared(tmp_path):
         UserError, match=r"validation\.dataset_path: the data .*: b\.jsonl has other contents"
     ):
         resume(run(), checkpoint)
+    caplog.clear()
     assert torch.equal(resume(run(on_changed="continue"), checkpoint), expected)
+    assert "training reads" not in caplog.text
 
 
 def long_text(folder):

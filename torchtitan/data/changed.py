@@ -43,10 +43,12 @@ class ContentsRecord:
         self._rendered: bytes | None = None
 
     def add_validation_set(self, other: "ContentsRecord") -> None:
-        """Also record a validation set."""
+        """Also record a validation set, and warn if it is trained on, too."""
         (source,) = other.spec.sources
         section = other.spec.section
-        self.validation_sets[section] = other.fingerprints[source.name]
+        held_out = self.validation_sets[section] = other.fingerprints[source.name]
+        if held_out.contents in {each.contents for each in self.fingerprints.values()}:
+            logger.warning(f"{section}: training reads this data, too: its loss proves nothing")
         self._validation_records[section] = other
         self._lists.setdefault("held_out", {})[section] = other.contents[source.name].files
         self._rendered = None
