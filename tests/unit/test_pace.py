@@ -9,6 +9,7 @@ import time
 import pytest
 
 from torchtitan.telemetry.console import ConsoleSink, Pace
+from torchtitan.utils.meter import Meter
 from torchtitan.utils.wording import show_date
 
 
@@ -115,3 +116,14 @@ def test_a_terminal_shows_the_same_figures_live(monkeypatch, plain, shown):
         time.sleep(0.05)  # it is drawn by a thread
     console.close()
     assert bool(re.search(live, terminal.getvalue())) == shown
+
+
+def test_no_time_is_promised_before_anything_is_read(monkeypatch, capsys):
+    """A single document of a megabyte counts once it is read: not as "489 d left"."""
+    seconds = iter(range(0, 1000, 40))
+    monkeypatch.setattr("torchtitan.utils.meter.time.monotonic", lambda: next(seconds))
+    meter = Meter(100)
+    meter.show("no document")
+    meter.advance(50)
+    meter.show("1 document")
+    assert capsys.readouterr().out == "50.0% read, 1 document, 2 min 00 s left\n"

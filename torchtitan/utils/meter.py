@@ -52,10 +52,8 @@ class Meter:
         """Show progress, and `what` beside it."""
         self.bar.update(self._task, completed=self._read, description=what)
         now = time.monotonic()
-        if self.bar.disable and now - self._reported > _REPORT_SECONDS:
+        if self.bar.disable and self._read and now - self._reported > _REPORT_SECONDS:
             self._reported = now
-            eta = (self._size - self._read) * self.seconds / max(self._read, 1)
-            print(
-                f"{self._read / max(self._size, 1):.1%} read, {what}, {show_duration(eta)} left",
-                flush=True,
-            )
+            eta = (self._size - self._read) * self.seconds / self._read
+            share = self._read / self._size
+            print(f"{share:.1%} read, {what}, {show_duration(eta)} left", flush=True)
