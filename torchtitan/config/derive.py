@@ -13,6 +13,7 @@ unset                   as given, default every   as given, default linear
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from torchtitan.config.sections.data import Source, ValidationSet
@@ -42,6 +43,14 @@ _STAGE_KEYS = ("seq_len", "global_batch_size", "local_batch_size")
 """Keys of `[training]` that a stage may change."""
 _STAGE_ROPE_KEYS = ("rope_theta", "rope_scaling")
 """Keys of `[model.overrides]` that a stage may change."""
+_EQUAL_TO = {
+    "validation.seq_len": ["training.seq_len"],
+    "validation.local_batch_size": ["training.local_batch_size"],
+    # The same rows on any number of ranks, unlike the default of `training.global_batch_size`.
+    "validation.global_batch_size": ["training.global_batch_size", "validation.local_batch_size"],
+    "lr_scheduler.total_steps": ["training.steps"],
+}
+"""Keys that, unless set, equal the first of others that is set; `[training]` before any stage."""
 _WSD_DECAY = 0.2
 """The default share of the decay (Hägele et al., arXiv:2405.18392)."""
 
@@ -135,20 +144,6 @@ def _expert_degree(config: Config, world: int) -> DerivedValue | None:
     return "parallelism.expert_parallel_degree", value, text
 
 
-def _as_in_training(key: str) -> Callable[[Config, int], DerivedValue | None]:
-    """The default of a key of `[validation]`: its value in `[training]`, before any stage."""
-
-    def default(config: Config, world: int) -> DerivedValue | None:
-        if getattr(config.validation, key) != -1:
-            return None
-        value, source = getattr(config.training, key), f"training.{key}"
-        if value == -1:  # the same rows on any number of ranks, unlike training's
-            value, source = config.validation.local_batch_size, "validation.local_batch_size"
-        return f"validation.{key}", value, source
-
-    return default
-
-
 def _global_batch(config: Config, world: int) -> DerivedValue | None:
     t = config.training
     dp = data_parallel_degree(config)
@@ -156,12 +151,6 @@ def _global_batch(config: Config, world: int) -> DerivedValue | None:
         return None
     text = f"local_batch_size {t.local_batch_size} x data-parallel degree {dp}"
     return "training.global_batch_size", t.local_batch_size * dp, text
-
-
-def _total_steps(config: Config, world: int) -> DerivedValue | None:
-    if config.lr_scheduler.total_steps is not None:
-        return None
-    return "lr_scheduler.total_steps", config.training.steps, "training.steps"
 
 
 def _warmup(config: Config, world: int) -> DerivedValue | None:
@@ -210,9 +199,7 @@ _DERIVATIONS: tuple[Callable[[Config, int], DerivedValue | None], ...] = (
     _replica_degree,
     _shard_degree,
     _expert_degree,
-    *map(_as_in_training, ("seq_len", "local_batch_size", "global_batch_size")),
     _global_batch,
-    _total_steps,
     _warmup,
     _decay_type,
     _decay_ratio,
@@ -224,6 +211,10 @@ _DERIVATIONS: tuple[Callable[[Config, int], DerivedValue | None], ...] = (
 def derive(config: Config, world: int) -> tuple[Config, dict[str, str]]:
     """`config` with every derived value for `world` ranks, and the formula of each derived key."""
     formulas = {}
+    for key, others in _EQUAL_TO.items():
+        if attrgetter(key)(config) in (None, -1):
+            formulas[key] = next(other for other in others if attrgetter(other)(config) != -1)
+            config = replace(config, key, attrgetter(formulas[key])(config))
     for derivation in _DERIVATIONS:
         if result := derivation(config, world):
             key, value, formulas[key] = result
