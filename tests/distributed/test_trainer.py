@@ -71,7 +71,7 @@ def test_validation_is_the_token_weighted_loss_of_the_whole_set(ranks, tmp_path,
         build_tokenizer("./tests/assets/tokenizer").encode_document(json.loads(x)["text"])
         for x in lines
     ]
-    assert sum(map(len, documents)) - tokens <= batch * 2, (
+    assert sum(map(len, documents)) - tokens == 8, (
         "only each lane's very first token is not predicted"
     )
 

@@ -143,7 +143,7 @@ def test_a_finite_pass_predicts_every_token_once(corpora, kind, degree, rows, wo
             "a second pass is the same"
         )
         seen += [i for _, labels, _ in steps for i in labels[labels != IGNORE_INDEX].tolist()]
-    sequences = {"tokens": 3, "jsonl": 1, "stream": 4}[kind]
+    sequences = {"tokens": 3, "jsonl": 8, "stream": 4}[kind]
     assert len(expected) - len(seen) == sequences, (
         "only the very first token of each lane (of each token file) has nothing before it"
     )
@@ -164,9 +164,9 @@ def rows_of_pass(kind, corpora, degree, rows):
     return sorted(row for row in rows if set(row) != {IGNORE_INDEX})
 
 
-@pytest.mark.parametrize(("documents", "lanes"), [(23, 1), (520, 2)])
+@pytest.mark.parametrize(("documents", "lanes"), [(1, 1), (7, 4), (23, 8)])
 def test_a_pass_over_text_has_the_rows_of_a_naive_packer(tmp_path, documents, lanes):
-    """Documents end to end; from 512 documents on, in two lanes of every second document."""
+    """Documents end to end, in lanes of every `lanes`-th one."""
     corpora = {"jsonl": write_corpus(tmp_path / "corpus.jsonl", documents=documents)}
     lines = corpora["jsonl"].read_text().splitlines()
     expected = []
@@ -179,6 +179,12 @@ def test_a_pass_over_text_has_the_rows_of_a_naive_packer(tmp_path, documents, la
         expected += [row + [IGNORE_INDEX] * (SEQ - len(row)) for row in rows]
     for degree, rows in ((1, 1), (1, 3), (2, 8)):
         assert rows_of_pass("jsonl", corpora, degree, rows) == sorted(expected)
+
+
+@pytest.mark.parametrize(("documents", "lanes"), [(4095, 8), (4096, 16), (100_000, 256)])
+def test_a_pass_over_much_text_has_more_lanes(tmp_path, documents, lanes):
+    (tmp_path / "many.jsonl").write_text('{"text": "x"}\n' * documents)
+    assert loader(tmp_path / "many.jsonl", infinite=False).sources["data"].lanes == lanes
 
 
 @pytest.mark.parametrize("kind", ["tokens", "stream"])

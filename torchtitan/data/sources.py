@@ -403,8 +403,8 @@ class _LaneSource(OpenSource):
 class DocumentSource(_LaneSource):
     """Documents that can be read in any order; one lane per row, if there are enough.
 
-    A single pass has 1 to 256 lanes of at least 256 documents, so that they end at about the same
-    time, and many ranks needn't all tokenize everything.
+    A single pass has up to 8 lanes, so that a limited one has seen several documents, and up to 256
+    of at least 256 documents, so that many ranks needn't all tokenize everything.
     """
 
     kind = "documents"
@@ -414,7 +414,8 @@ class DocumentSource(_LaneSource):
     ):
         lanes = min(max(spec.batch_sizes), len(documents))
         if not spec.infinite:
-            lanes = 2 ** min(max(len(documents).bit_length() - 9, 0), 8)
+            doublings = len(documents).bit_length() - 1
+            lanes = 2 ** max(min(doublings, 3), min(doublings - 8, 8))
         super().__init__(documents.contents, lanes, spec, retry, chat)
         self.documents = documents
 
