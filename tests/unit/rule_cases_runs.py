@@ -158,7 +158,7 @@ RUN_CASES = {
         (
             1,
             ["--validation.enable", "--validation.sets=[{name = 'a', steps = 0}]"],
-            "steps: 0 batches",
+            "validation.steps: 0 batches",
             ["--validation.sets=[{name = 'a', steps = 1}]"],
         ),
     ],

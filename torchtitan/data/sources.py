@@ -146,16 +146,8 @@ def data_spec(
         validation_set: one of several validation sets.
     """
     section: Training | Validation = getattr(config, key)
-    table = validation_set or section
-    sources = [
-        Source(
-            name="data",
-            dataset=table.dataset,
-            dataset_path=table.dataset_path,
-            text_column=table.text_column,
-            messages_column=table.messages_column,
-        )
-    ]
+    keys = {"dataset", "dataset_path", "text_column", "messages_column"}
+    sources = [Source(name="data", **(validation_set or section).model_dump(include=keys))]
     stages: Sequence[DataStage] = ()
     size = validation_rows(config)
     if isinstance(section, Training):

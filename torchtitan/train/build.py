@@ -3,7 +3,7 @@
 import math
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -204,13 +204,12 @@ def build_validation_data(
         data: builds each loader; called as `build_data` is.
     """
     section = config.validation
-    if not section.sets:
-        return [ValidationData("", data(config, "validation", tokenizer, share), section.steps)]
     data_of_sets = []
-    for validation_set in section.sets:
-        loader = data(config, "validation", tokenizer, share, validation_set=validation_set)
-        steps = section.steps if validation_set.steps is None else validation_set.steps
-        data_of_sets.append(ValidationData(validation_set.name, loader, steps))
+    tables: Sequence[ValidationSet | None] = section.sets or (None,)
+    for table in tables:
+        loader = data(config, "validation", tokenizer, share, validation_set=table)
+        steps = section.steps if table is None or table.steps is None else table.steps
+        data_of_sets.append(ValidationData(table.name if table else "", loader, steps))
     return data_of_sets
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from torchtitan.config.derive import data_sections
 from torchtitan.config.registry import unknown_dataset
 from torchtitan.config.rules.table import Facts, rule
-from torchtitan.config.sections.data import ValidationSet
 from torchtitan.config.sections.schema import Config
 from torchtitan.utils.errors import did_you_mean
 from torchtitan.utils.storage import is_url
@@ -49,12 +48,11 @@ def validation_sees_data(config: Config, facts: Facts) -> Iterator[str]:
     v = config.validation
     if not v.enable:
         return
-    advice = "0 batches give no loss; set -1 for the whole data set"
-    if v.steps == 0 and (not v.sets or any(val_set.steps is None for val_set in v.sets)):
-        yield f"validation.steps: {advice}, or validation.enable = false"
-    for val_set in v.sets:
-        if val_set.steps == 0:
-            yield f"validation.sets: {brief(val_set.name)}: steps: {advice}, or remove the set"
+    if any((v.steps if table.steps is None else table.steps) == 0 for table in v.sets or (v,)):
+        yield (
+            "validation.steps: 0 batches give no loss, also in [[validation.sets]]; set -1 for the "
+            "whole data set"
+        )
     for key in _SIZES:
         if getattr(v, key) == 0:
             yield f"validation.{key}: 0 gives no loss; set 1 or more, or -1 for the default"
