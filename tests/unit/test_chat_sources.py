@@ -72,24 +72,25 @@ def chat_end(folder):
     return build_tokenizer(str(folder / "tokenizer")).backend.token_to_id("<|im_end|>")
 
 
-def ids_of(folder):
-    """All conversations, one after another."""
+def ids_of(folder, chats=MANY):
+    """Conversations, one after another."""
     chat = Chat(build_tokenizer(str(folder / "tokenizer")), "key")
-    return np.concatenate([chat.encode(chat.document(one)) for one in MANY])
+    return np.concatenate([chat.encode(chat.document(one)) for one in chats])
 
 
 @pytest.mark.parametrize("name", ["chats.jsonl", "array.json", "chats.parquet"])
 def test_rows_are_cut_from_the_conversations(folder, name):
     """Across rows too: a label belongs to the assistant, and inputs are plain ids."""
-    expected = ids_of(folder)
-    steps = take(loader(folder, name, rows=1, infinite=False))
-    tokens = torch.cat([step.tokens[0] for step in steps]).numpy()
-    labels = torch.cat([step.labels[0] for step in steps]).numpy()
-    count = len(expected) - 1
-    assert np.array_equal(tokens[:count], expected[:-1] & PLAIN)
-    predicted = expected[1:] < UNPREDICTED
-    assert np.array_equal(labels[:count], np.where(predicted, expected[1:], IGNORE_INDEX))
-    assert 0.2 < predicted.mean() < 0.8
+    steps = take(loader(folder, name, rows=8, infinite=False))
+    for lane in range(8):
+        expected = ids_of(folder, MANY[lane::8])
+        tokens = torch.cat([step.tokens[lane] for step in steps]).numpy()
+        labels = torch.cat([step.labels[lane] for step in steps]).numpy()
+        count = len(expected) - 1
+        assert np.array_equal(tokens[:count], expected[:-1] & PLAIN)
+        predicted = expected[1:] < UNPREDICTED
+        assert np.array_equal(labels[:count], np.where(predicted, expected[1:], IGNORE_INDEX))
+        assert 0.2 < predicted.mean() < 0.8
 
 
 def test_token_files_hold_the_same(folder):
@@ -186,16 +187,19 @@ def test_ends_of_turns_do_not_end_documents(folder, tmp_path, name):
     flags += ["--messages-column", "messages", "--workers", "1"]
     tokenize.main(["--input", str(folder / "chats.jsonl"), *flags])
     (tmp_path / "chats.jsonl").write_bytes((folder / "chats.jsonl").read_bytes())
-    steps = take(loader(tmp_path, name, rows=1, infinite=False))
-    tokens = torch.cat([step.tokens[0] for step in steps])
-    continues = torch.cat([step.continues[0] for step in steps])
+    lanes = 1 if name == "tokens" else 8
+    steps = take(loader(tmp_path, name, rows=lanes, infinite=False))
     tokenizer = build_tokenizer(str(tmp_path / "tokenizer"))
-    kept = len(ids_of(tmp_path)) - 1  # the rest is padding
-    ends = (tokens == tokenizer.eos_id) & ~continues
-    begins = tokens == tokenizer.bos_id
-    assert begins[:kept].sum() == 40
-    assert torch.equal(begins[1:kept], ends[: kept - 1])
-    assert continues.sum() == 2 * 40
+    for lane in range(lanes):
+        chats = MANY[lane::lanes]
+        tokens = torch.cat([step.tokens[lane] for step in steps])
+        continues = torch.cat([step.continues[lane] for step in steps])
+        kept = len(ids_of(tmp_path, chats)) - 1  # the rest is padding
+        ends = (tokens == tokenizer.eos_id) & ~continues
+        begins = tokens == tokenizer.bos_id
+        assert begins[:kept].sum() == len(chats)
+        assert torch.equal(begins[1:kept], ends[: kept - 1])
+        assert continues.sum() == 2 * len(chats)
 
 
 def problems(folder, *more):

@@ -267,7 +267,8 @@ def test_text_keeps_its_position_under_another_batch_size(corpora, sizes):
 def test_fewer_documents_than_rows_are_each_read_once_an_epoch(tmp_path):
     path = write_corpus(tmp_path / "few.jsonl", documents=3)
     texts = [json.loads(line)["text"] for line in path.read_text().splitlines()]
-    ids = sorted(i for text in texts for i in TOKENIZER.encode_document(text)[1:])
+    ids = [i for text in texts for i in TOKENIZER.encode_document(text)[1:]]
+    ids = sorted([*ids, TOKENIZER.bos_id])  # of the third document, which shares a lane
     spec = DataSpec(
         sources=[Source(name="data", dataset_path=str(path))],
         tokenizer=TOKENIZER,
