@@ -117,6 +117,6 @@ def test_settings_that_save_nothing_are_said():
 
 def test_a_search_proposes_no_setting_that_saves_nothing():
     argv = ["--model.flavor=8B", "--training.seq_len=1024", "--training.global_batch_size=8"]
-    found = find_layouts(argv, 8, H100, axes=("loss_chunks",))
+    found = find_layouts(argv, 8, H100)
     shown = [proposal.plan for proposal in found.best if not proposal.baseline]
     assert [list(wasteful(plan)) for plan in shown] == [[] for _ in shown]

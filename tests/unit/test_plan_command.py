@@ -296,8 +296,6 @@ def test_options_are_strict(capsys):
         (["--world=no"], "--world"),
         (["--tokens", "much"], "--tokens: much: must be a number above 0"),
         (["--html"], "--html: expected one argument"),
-        (["--axes=ac"], "--axes needs --search"),
-        (["--axes=all", "--search"], "no axis 'all' (there is batch,"),
         (["--output=x.toml"], "--output needs --from-run"),
         (["--money=-1"], "--money: -1: must be a number above 0"),
     ):

@@ -62,6 +62,7 @@ REPLACEMENTS = {
     "parity --widths": "`python examples/coordinate_check.py N,N,...` (docs/guides/mup.md)",
     "plan --adopt": "start each layout of `--search --write` with `torchtitan train`, and compare "
     "the runs with `torchtitan report`",
+    "plan --axes": "set a key by its flag; a plan lists the single changes that gain most",
     "plan --calibrate": "name the hardware file of `--from-run DIR` with --output FILE",
     "plan --mtbf": "`torchtitan report` shows the goodput of runs; checkpoint.interval sets what a "
     "failure can cost",

@@ -102,9 +102,7 @@ def _of_flags(options: argparse.Namespace, flags: list[str]) -> Prediction:
     proposals: list[Plan] = []
     world = options.world
     if world is None:
-        sizes = compare_sizes(
-            flags, hardware, axes=options.axes, tokens=options.tokens, days=options.days
-        )
+        sizes = compare_sizes(flags, hardware, tokens=options.tokens, days=options.days)
         plan = sizes.pick.plan
         world = sizes.pick.world
         price = options.money
@@ -112,12 +110,12 @@ def _of_flags(options: argparse.Namespace, flags: list[str]) -> Prediction:
     elif not options.search:
         plan = make_plan(flags, world, hardware)
     if options.search:
-        result = find_layouts(flags, world, hardware, options.axes)
+        result = find_layouts(flags, world, hardware)
         if not result.best:
             raise UserError(
                 f"--search: {nothing_fits(result, world, hardware)}; use more ranks, a smaller "
                 "training.seq_len, more training.loss_chunks, optimizer.state_dtype bfloat16, or "
-                "--axes loss_chunks,state_dtype,offload to try those"
+                "training.enable_cpu_offload"
             )
         sections.append(("search", search_data(result), search_table(result)))
         proposals = [proposal.plan for proposal in result.best]

@@ -80,7 +80,8 @@ def schedule_keys_agree(config: Config, facts: Facts) -> Iterator[str]:
 def every_step_trains(config: Config, facts: Facts) -> str | None:
     """Built-in schedules stay at their floor behind their end."""
     s = config.lr_scheduler
-    total, steps = s.total_steps or 0, config.training.steps
+    steps = config.training.steps
+    total = s.total_steps or steps
     ratio = 1 - s.warmup_steps / total if s.decay_ratio is None else s.decay_ratio
     is_built_in = s.name in (None, "wsd", *SHAPES)
     if total >= steps or not is_built_in or s.min_lr_factor or not round(total * ratio):

@@ -8,10 +8,10 @@ from torchtitan.config.load.command_line import flag_text
 from torchtitan.tools.launch.model_choice import ModelChoice
 from torchtitan.tools.launch.preparation import has_held_out, prepared_settings
 from torchtitan.tools.launch.request import Choice, Choices, Request
-from torchtitan.tools.planner.axes import read
 from torchtitan.tools.planner.hardware import Hardware
 from torchtitan.tools.planner.predict import Plan
 from torchtitan.tools.planner.render import run_of
+from torchtitan.tools.planner.settings import read
 from torchtitan.utils.wording import show_duration, show_tokens
 
 TOKENS_PER_PARAMETER = 20

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from torchtitan.config.derive import divisors
 from torchtitan.config.sections.schema import Config
 from torchtitan.models import ModelSpec
-from torchtitan.tools.planner.axes import Settings, apply_settings, read
 from torchtitan.tools.planner.layouts import SCHEDULES
 from torchtitan.tools.planner.memory import GIB, predict_memory
 from torchtitan.tools.planner.predict import Plan, derived_workload, ranks_of, replan
+from torchtitan.tools.planner.settings import Settings, apply_settings, read
 from torchtitan.tools.planner.workload import Workload
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.wording import show_gib

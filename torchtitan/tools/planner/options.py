@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from torchtitan.config.load.command_line import parse_args
-from torchtitan.tools.planner.axes import AXES
 from torchtitan.tools.planner.hardware import load_hardware
 from torchtitan.utils.argument_types import command_parser, count, number, path_or_url
 from torchtitan.utils.assets import shipped_configs
@@ -59,14 +58,6 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="find the best layouts of this model and batch, and plan the first",
     )
-    axes = "; ".join(f"{name}: {text}" for name, text in AXES.items())
-    add(
-        "--axes",
-        type=_axes,
-        default=(),
-        metavar="NAME,...",
-        help=f"what else --search varies. {axes}",
-    )
     add(
         "--compare",
         nargs="+",
@@ -117,7 +108,6 @@ def parse(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Na
     has_config = options.config or options.world or options.search or options.compare
     conflicts = {
         "--compare needs two TOML files": options.compare and files != 2,
-        "--axes needs --search": options.axes and not options.search,
         "--days chooses the number of GPUs; drop it, or --world": options.days
         and (options.world or options.from_run),
         "--from-run takes the configuration and the number of ranks from the run; drop them and "
@@ -149,10 +139,3 @@ def _gaps(options: argparse.Namespace, flags: list[str]) -> Iterator[str]:
             f"--hardware NAME: one of {', '.join(load_hardware())}, cpu (this machine's), or a "
             "TOML file (--from-run DIR --output FILE writes one)"
         )
-
-
-def _axes(text: str) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    if unknown := [name for name in names if name not in AXES]:
-        raise argparse.ArgumentTypeError(f"no axis {unknown[0]!r} (there is {', '.join(AXES)})")
-    return names

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.tools.planner.advice import RECOMPUTE_NOTHING, RECOMPUTE_OPERATIONS
-from torchtitan.tools.planner.axes import apply_settings, read
 from torchtitan.tools.planner.costs import timeline
 from torchtitan.tools.planner.pipeline_timeline import Timeline
 from torchtitan.tools.planner.predict import Plan, replan
 from torchtitan.tools.planner.render import summary
+from torchtitan.tools.planner.settings import apply_settings, read
 from torchtitan.tools.web import web_page
 
 _COLORS = {"F": "#4477aa", "B": "#ddaa33", "I": "#cc6677", "W": "#44aa99"}

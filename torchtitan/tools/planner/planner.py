@@ -12,11 +12,11 @@ from torchtitan.config.load.decode import LoadedConfig
 from torchtitan.config.load.render import to_toml
 from torchtitan.config.sections.schema import Config
 from torchtitan.tools.planner.advice import wasteful
-from torchtitan.tools.planner.axes import KEYS, read
 from torchtitan.tools.planner.hardware import Hardware
 from torchtitan.tools.planner.layouts import any_layout
 from torchtitan.tools.planner.predict import Plan, predict
 from torchtitan.tools.planner.search import SearchResult, search
+from torchtitan.tools.planner.settings import read
 from torchtitan.tools.planner.workload import Workload
 from torchtitan.train.preflight import Setup, preflight
 from torchtitan.utils.errors import ConfigError, show_warnings
@@ -28,7 +28,7 @@ _FILES = (
 )
 """Keys of files that the cluster may have alone."""
 _LAYOUT_KEYS = ("parallelism", "activation_checkpoint", "training.local_batch_size")
-"""Sections and keys that a plan chooses, beside the keys of `--axes`."""
+"""Sections and keys that a plan chooses."""
 
 
 def make_plan(argv: list[str], world: int, hardware: Hardware) -> Plan:
@@ -109,7 +109,6 @@ def find_layouts(
     argv: list[str],
     world: int,
     hardware: Hardware,
-    axes: tuple[str, ...] = (),
     *,
     show_configured: bool = True,
     only_best: bool = False,
@@ -118,7 +117,6 @@ def find_layouts(
 
     Args:
         argv: configuration flags.
-        axes: what the search varies beside the layout, from `axes.AXES`.
         show_configured: show the layout of `argv` beside the others.
         only_best: as for `search`.
 
@@ -157,7 +155,6 @@ def find_layouts(
         setup.args,
         world,
         hardware=hardware,
-        axes=axes,
         baseline=baseline,
         only_best=only_best,
     )
@@ -198,7 +195,7 @@ def without_missing_files(config: Config) -> tuple[Config, list[str]]:
 def planned_toml(plan: Plan, argv: list[str]) -> str:
     """The configuration of `argv` with the plan's layout, batch and checkpointing, as TOML."""
     config = load_config(argv).config
-    for key in (*_LAYOUT_KEYS, *KEYS):
+    for key in _LAYOUT_KEYS:
         config = replace(config, key, read(plan.config, key))
     return (
         f"# {config.model.label} on {plan.workload.world} x "

@@ -10,7 +10,6 @@ from operator import attrgetter
 
 from torchtitan.config.derive import layout_degrees, layout_name
 from torchtitan.config.sections.schema import Config
-from torchtitan.tools.planner.axes import added_complexity
 from torchtitan.tools.planner.predict import Plan
 from torchtitan.tools.planner.workload import Workload
 from torchtitan.utils.wording import show_rate
@@ -68,14 +67,10 @@ class Candidate:
         )
 
 
-def complexity_of(config: Config, original: Config) -> int:
-    """Axes with more than one rank, a pipeline twice, and the complexity that `axes.py` adds."""
+def complexity_of(config: Config) -> int:
+    """Axes with more than one rank, a pipeline twice."""
     degrees = layout_degrees(config.parallelism)
-    return (
-        sum(degree > 1 for degree in degrees.values())
-        + (degrees["pp"] > 1)
-        + added_complexity(config, original)
-    )
+    return sum(degree > 1 for degree in degrees.values()) + (degrees["pp"] > 1)
 
 
 @dataclass

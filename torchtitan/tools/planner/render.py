@@ -8,7 +8,6 @@ from typing import Any
 
 from torchtitan.config.derive import layout_name
 from torchtitan.tools.planner.advice import advice, largest_costs, show_settings
-from torchtitan.tools.planner.axes import changes
 from torchtitan.tools.planner.memory import CATEGORIES, GIB
 from torchtitan.tools.planner.predict import Plan
 from torchtitan.tools.planner.search import SearchResult
@@ -188,15 +187,12 @@ def _wrap(text: str) -> str:
 
 def search_table(result: SearchResult) -> str:
     """The proposals of a search."""
-    original = next((proposal for proposal in result.best if proposal.baseline), result.best[0])
     rows = [["layout", "batch", "schedule", "recomputes", "tokens/s", "at least", "GiB", "fits"]]
     reasons = []
     for proposal in result.best:
         plan = proposal.plan
         w = plan.workload
-        axis_settings = changes(plan.config, original.plan.config)
-        settings = ", ".join(f"{key} {value}" for key, value in axis_settings.items())
-        reasons.append(_wrap(f"  {proposal.why}{f' ({settings})' if settings else ''}"))
+        reasons.append(_wrap(f"  {proposal.why}"))
         deep = f", {plan.stages_per_rank} stages" if plan.stages_per_rank > 1 else ""
         rows.append(
             [

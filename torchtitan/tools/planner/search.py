@@ -2,7 +2,7 @@
 
 Every legal layout of the ranks is compared by the closed forms: all degrees, microbatch sizes,
 schedules and their depths, and checkpointing modes. The model, the row length, the global batch,
-types, compilation and Float8 stay as configured, unless an axis of `axes.py` is requested.
+types, offloads, compilation and Float8 stay as configured.
 """
 
 import math
@@ -11,20 +11,18 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.config.derive import data_parallel_degree, divisors, replace
+from torchtitan.config.derive import data_parallel_degree, divisors
 from torchtitan.config.rules import validate
 from torchtitan.config.sections.parallelism import ActivationCheckpoint
 from torchtitan.config.sections.schema import Config
 from torchtitan.models import ModelSpec
 from torchtitan.parallel.pipeline.split import PipelinePlan, pipeline_stages
-from torchtitan.tools.planner.axes import apply_settings, batches, checkpointing_modes, settings_of
 from torchtitan.tools.planner.costs import passes, step_time
 from torchtitan.tools.planner.hardware import Hardware
 from torchtitan.tools.planner.layouts import PIPELINE_KEYS, layouts, orders
 from torchtitan.tools.planner.memory import GIB, Memory, memory_of, state_bytes
 from torchtitan.tools.planner.predict import Plan, predict, speed_band
 from torchtitan.tools.planner.proposals import (
-    WORTHWHILE,
     Candidate,
     Frontier,
     Proposal,
@@ -39,10 +37,12 @@ LIKELY = 0.9
 """Chance to fit that a proposal must have."""
 _REASONS = 4
 """Reasons shown if no layout is legal."""
-_MAX_EXPANDED = 200
-"""Layouts and batches for which all combinations of the requested axes are priced: those with the
-highest bounds.
-"""
+_MODES: tuple[dict[str, Any], ...] = (
+    {"mode": "full"},
+    {"mode": "selective", "selective_ac_option": "op"},
+    {"mode": "none"},
+)
+"""Values of `activation_checkpoint` to try; the first keeps the least."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,6 @@ def search(
     world: int,
     hardware: Hardware,
     *,
-    axes: tuple[str, ...] = (),
     baseline: Plan | None = None,
     only_best: bool = False,
 ) -> SearchResult:
@@ -78,11 +77,10 @@ def search(
 
     Args:
         config: derived. Its degrees, batch split, schedule and checkpointing mode don't matter.
-        axes: names from `axes.AXES` to vary, too.
         baseline: the plan of the layout that the configuration states, to show beside the others.
         only_best: propose nothing but the first, which is several times as fast.
     """
-    state = _Search(config, spec, args, world, hardware=hardware, axes=axes)
+    state = _Search(config, spec, args, world, hardware=hardware)
     state.frontier.only_best = only_best
     state.run()
     best = []
@@ -108,54 +106,32 @@ class _Search:
     Its legality is checked last.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        spec: ModelSpec,
-        args: Any,
-        world: int,
-        hardware: Hardware,
-        axes: tuple[str, ...],
-    ):
+    def __init__(self, config: Config, spec: ModelSpec, args: Any, world: int, hardware: Hardware):
         self.config = config
         self.spec = spec
         self.args = args
         self.world = world
         self.hardware = hardware
-        self.axes = axes
         self.frontier = Frontier()
         self.points: dict[tuple[int, int], tuple[float, float]] = {}
         """By GiB and percent of speed."""
         self.refused: Counter[str] = Counter()
         self.seen = 0
         self.smallest = math.inf
-        self._modes = [
-            config.activation_checkpoint.model_copy(update=mode)
-            for mode in checkpointing_modes(axes)
-        ]
-        self._settings = settings_of(config, axes)
+        self._modes = [config.activation_checkpoint.model_copy(update=mode) for mode in _MODES]
         self._flops = spec.module_flops(args, config.training.seq_len)
         self._tied = spec.tied_modules(args)
         self._layers = sum(name.startswith("layers.") for name in self._flops)
         self._block_donors: dict[Hashable, Workload] = {}
         self._bounds: dict[Hashable, float] = {}
         self._pipelines: dict[Hashable, PipelinePlan | None] = {}
-        self._expansions: list[tuple[float, Config]] = []
-        """With axes: a layout and batch, and the speed that it has with the fastest settings."""
 
     def run(self) -> None:
-        for rows in batches(self.config, self.axes):
-            config = replace(self.config, "training.global_batch_size", rows)
-            legal_layouts = layouts(config, self.spec, self.args, self.world)
-            for layout in sorted(legal_layouts, key=self._fastest, reverse=True):
-                microbatches = self._microbatches(layout)
-                for order in orders(layout.parallelism, self._layers):
-                    self._price_schedule(layout, order, microbatches)
-        for bound, config in sorted(self._expansions, key=lambda entry: -entry[0])[:_MAX_EXPANDED]:
-            if bound < WORTHWHILE * self.frontier.speed:
-                break
-            for settings in self._settings[1:]:
-                self._price(apply_settings(config, settings))
+        legal_layouts = layouts(self.config, self.spec, self.args, self.world)
+        for layout in sorted(legal_layouts, key=self._fastest, reverse=True):
+            microbatches = self._microbatches(layout)
+            for order in orders(layout.parallelism, self._layers):
+                self._price_schedule(layout, order, microbatches)
 
     def _rows(self, layout: Config) -> int:
         """Rows of a data-parallel rank in a step; 0 if the batch can't be divided."""
@@ -184,13 +160,13 @@ class _Search:
         pp = layout.parallelism.pipeline_parallel_degree
         if not rows:
             return {}
-        leanest = self._workload(apply_settings(layout, self._settings[-1]), None)
-        on_device = not leanest.config.training.enable_cpu_offload
+        leanest = self._workload(layout, None)
+        on_device = not layout.training.enable_cpu_offload
         state = on_device * sum(state_bytes(leanest, leanest.stages).values()) / pp / GIB
         if self.frontier.all and state > self.hardware.usable_gib:
             return {}
         low_end = 1 - speed_band(leanest, self.hardware)
-        complexity = complexity_of(layout, self.config)
+        complexity = complexity_of(layout)
         microbatches: dict[int, list[ActivationCheckpoint]] = {}
         for size in divisors(rows):
             if rows // size < pp > 1:  # too few microbatches
@@ -199,7 +175,7 @@ class _Search:
             for mode in self._modes:
                 bound = self._bound(layout, size, mode)
                 best_case = Candidate(bound, bound * low_end, state, complexity, workload=leanest)
-                if len(self._settings) > 1 or self.frontier.wants(best_case):
+                if self.frontier.wants(best_case):
                     microbatches[size].append(mode)
         return microbatches
 
@@ -235,11 +211,7 @@ class _Search:
             for mode in modes:
                 if mode in too_large:
                     continue
-                config = apply_settings(self._sized(layout, size, order, mode), self._settings[0])
-                fits = self._price(config)
-                if len(self._settings) > 1:
-                    fits = self._keep_to_expand(config)
-                if fits:
+                if self._price(self._sized(layout, size, order, mode)):
                     continue
                 if pipelined:  # nor do larger microbatches fit
                     too_large.append(mode)
@@ -262,20 +234,6 @@ class _Search:
         sections = {"parallelism": p, "training": t, "activation_checkpoint": mode}
         return layout.model_copy(update=sections)
 
-    def _keep_to_expand(self, config: Config) -> bool:
-        """Keep a configuration for all settings to be priced, unless not even the leanest fit."""
-        pipeline = self._pipeline(config)
-        if pipeline is None and config.parallelism.pipeline_parallel_degree > 1:
-            return False
-        if (
-            self._memory(self._workload(apply_settings(config, self._settings[-1]), pipeline))
-            is None
-        ):
-            return False
-        time = step_time(self._workload(config, pipeline), self.hardware)
-        self._expansions.append((time.tokens_per_second, config))
-        return True
-
     def _price(self, config: Config) -> bool:
         """Price a configuration, and keep it if it is likely to fit; False if it doesn't."""
         pipeline = self._pipeline(config)
@@ -289,7 +247,7 @@ class _Search:
         size = pipeline.microbatch_size if pipeline else config.training.local_batch_size
         bound = self._bound(config, size, config.activation_checkpoint)
         gib = max(rank_memory.reserved for rank_memory in memory) / GIB
-        complexity = complexity_of(config, self.config)
+        complexity = complexity_of(config)
         if not self.frontier.wants(Candidate(bound, bound * low_end, gib, complexity, workload=w)):
             return True
         time = step_time(w, self.hardware)

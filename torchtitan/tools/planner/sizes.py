@@ -46,18 +46,12 @@ class Sizes:
 
 
 def compare_sizes(
-    argv: list[str],
-    hardware: Hardware,
-    *,
-    axes: tuple[str, ...] = (),
-    tokens: float | None = None,
-    days: float | None = None,
+    argv: list[str], hardware: Hardware, *, tokens: float | None = None, days: float | None = None
 ) -> Sizes:
     """Search for the best layout on each number of GPUs.
 
     Args:
         argv: configuration flags.
-        axes: what the searches vary beside the layout.
         tokens: to train on. Default: the tokens of `training.steps`.
         days: the time to do so.
 
@@ -71,9 +65,7 @@ def compare_sizes(
     world = 1
     while world <= COMPARED_GPUS or (pick is None and world <= MAX_GPUS):
         try:
-            search = find_layouts(
-                argv, world, hardware, axes, show_configured=False, only_best=True
-            )
+            search = find_layouts(argv, world, hardware, show_configured=False, only_best=True)
         except ConfigError as error:
             refusal = error
         else:
@@ -88,7 +80,7 @@ def compare_sizes(
     if not sizes:
         raise UserError(
             f"nothing fits on up to {MAX_GPUS:,} x {hardware.name}; use a smaller "
-            "training.seq_len, or --axes loss_chunks,state_dtype,offload"
+            "training.seq_len, more training.loss_chunks, or optimizer.state_dtype bfloat16"
         )
     if pick is None:
         best = min(sizes, key=lambda size: size.days)
