@@ -8,7 +8,7 @@ from torchtitan.config import resolve
 from torchtitan.models import get_spec
 from torchtitan.models.attention.backend import attention_backend, document_mask
 from torchtitan.models.attention.packed import pack_documents
-from torchtitan.optim.max_logits import record_max_logits
+from torchtitan.optim.max_logits import max_logits
 from torchtitan.optim.qk_clip import QKClip
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError, UserError
@@ -117,8 +117,7 @@ def test_scores_are_recorded_in_blocks(monkeypatch):
     q = torch.randn(2, 4, 20, 8)
     k = torch.randn(2, 2, 40, 8)
     positions = torch.cat([torch.arange(10), torch.arange(30, 40)])
-    largest = torch.full((4,), -torch.inf)
-    record_max_logits(largest, q, k, positions, None, None, 7, 0.5)
+    largest = max_logits(q, k, positions, None, None, 7, 0.5)
     scores = 0.5 * q @ k.repeat_interleave(2, dim=1).mT
     distance = positions[:, None] - torch.arange(40)
     hidden = (distance < 0) | (distance >= 7)
@@ -132,12 +131,11 @@ def test_packed_documents_hide_what_their_mask_hides():
     documents = torch.stack([torch.arange(24) // 5, torch.arange(24) // 9])
     mask = document_mask(documents, torch.arange(24), torch.float32)
     starts = pack_documents(documents, torch.device("cpu")).starts
-    found = []
-    for hidden in ((mask, None), (None, starts)):
-        found.append(torch.full((4,), -torch.inf))
-        record_max_logits(found[-1], q, k, None, *hidden, None, 1.0)
-    assert torch.equal(*found)
-    assert found[0].isfinite().all()
+    masked, packed = (
+        max_logits(q, k, None, *hides, None, 1.0) for hides in ((mask, None), (None, starts))
+    )
+    assert torch.equal(masked, packed)
+    assert masked.isfinite().all()
 
 
 def test_normalized_queries_need_no_clipping(tmp_path):

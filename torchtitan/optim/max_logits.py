@@ -18,9 +18,8 @@ _AT_ONCE = 2**26
 """Scores that exist at a time."""
 
 
-@torch.library.custom_op("torchtitan::record_max_logits", mutates_args=("largest",))
-def record_max_logits(
-    largest: Tensor,
+@torch.library.custom_op("torchtitan::max_logits", mutates_args=())
+def max_logits(
     q: Tensor,
     k: Tensor,
     positions: Tensor | None,
@@ -28,8 +27,8 @@ def record_max_logits(
     starts: Tensor | None,
     window: int | None,
     scale: float,
-) -> None:
-    """Raise `largest` `[h]` to each head's largest score of q `[b, h, s, d]` and k `[b, k, S, d]`.
+) -> Tensor:
+    """Each head's largest score of q `[b, h, s, d]` and k `[b, k, S, d]`: `[h]`, fp32.
 
     Args:
         positions: `[s]`, the queries' positions among the keys. None: 0, 1, 2, ...
@@ -44,6 +43,7 @@ def record_max_logits(
     query_positions = torch.arange(queries, device=q.device) if positions is None else positions
     documents = None if starts is None else _documents(starts, batch, count)
     grouped_queries = q.unflatten(1, (k.shape[1], -1))
+    largest = torch.full((heads,), -torch.inf, device=q.device)
     size = max(16, _AT_ONCE // (batch * heads * count))
     for first in range(0, queries, size):
         rows = slice(first, first + size)
@@ -62,11 +62,12 @@ def record_max_logits(
         scores = scores.masked_fill_(~visible[:, :, None], -torch.inf)
         block_largest = scores.amax(dim=(0, 3, 4)).flatten().float() * scale
         torch.maximum(largest, block_largest, out=largest)
+    return largest
 
 
-@record_max_logits.register_fake
-def _(largest: Tensor, *_: object) -> None:
-    return None
+@max_logits.register_fake
+def _(q: Tensor, *_: object) -> Tensor:
+    return q.new_empty(q.shape[1], dtype=torch.float32)
 
 
 def _documents(starts: Tensor, rows: int, seq_len: int) -> Tensor:
@@ -112,6 +113,6 @@ class RecordMaxLogits(nn.Module):
         dense = mask if isinstance(mask, Tensor) else None
         if dense is not None and positions is not None and dense.shape[2] != q.shape[2]:
             dense = dense[:, :, positions]  # it has all queries' rows, as ranks exchange heads
-        record_max_logits(
-            self.largest, q, k, positions, mask=dense, starts=starts, window=window, scale=scale
-        )
+        largest = max_logits(q, k, positions, mask=dense, starts=starts, window=window, scale=scale)
+        # Not in place: the buffer is an input of a recomputed region, whose inputs may not change.
+        self.largest = torch.maximum(self.largest, largest)

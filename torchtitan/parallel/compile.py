@@ -21,6 +21,7 @@ from torchtitan.utils.torch_compat import (
     forget_equal_meshes,
     keep_buffers_of_backward,
     no_shared_autograd_cache,
+    replaced,
 )
 
 _settings = ExitStack()
@@ -37,6 +38,10 @@ def configure_compiler(config: Config, mesh: Mesh) -> None:
     if not config.compile.enable:
         return
     torch._dynamo.reset()  # graphs of an earlier run would count against dynamo's limit
+    if config.optimizer.qk_clip:
+        # A recomputed region replaces a buffer, once: its recomputation doesn't.
+        context = replaced(torch._dynamo.config, skip_fwd_side_effects_in_bwd_under_checkpoint=True)
+        _settings.enter_context(context)
     _settings.enter_context(keep_buffers_of_backward())
     _settings.enter_context(attention_without_random_numbers())
     if mesh.tp is not None:
