@@ -1,9 +1,12 @@
 """What is recomputed, counted operation by operation; and that it changes nothing."""
 
+from collections import Counter as Counts
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchtitan.config import resolve
 from torchtitan.config.sections.parallelism import ActivationCheckpoint, Compile
 from torchtitan.config.sections.schema import Config
 from torchtitan.models import get_spec
@@ -17,6 +20,10 @@ from torchtitan.parallel.memory.checkpoint import (
     apply_activation_checkpoint,
     memory_budget,
 )
+from torchtitan.tools.planner.block import kind_of, mixing_of
+from torchtitan.tools.planner.linears import block_linears
+from torchtitan.train.preflight import preflight
+from torchtitan.utils.errors import ConfigError
 
 SPEC = get_spec("llama3")
 TINY = {
@@ -119,6 +126,79 @@ def test_what_is_recomputed(options, matmuls, attentions):
         assert torch.equal(ours, theirs)
 
 
+class Shapes(TorchDispatchMode):
+    """Shapes of the second operands of products, but of experts' backwards."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        grouped = operation is torch.ops.torchtitan.grouped_mm.default and args[3:] != (True,)
+        if grouped or operation is torch.ops.aten.mm.default:
+            self.shapes.append(tuple(args[1].shape))
+        return operation(*args, **(kwargs or {}))
+
+
+MIXTURE = {"dim": 24, "n_layers": 2, "n_heads": 4, "n_dense_layers": 0, "n_mtp": 1} | {
+    **{"q_lora_rank": 12, "kv_lora_rank": 20, "rope_head_size": 8, "head_size": 18},
+    **{"n_experts": 6, "experts_per_token": 2, "expert_dim": 40, "shared_expert_dim": 44},
+    **{
+        "shared_expert_gate": True,
+        "vocab_size": 64,
+        "max_seq_len": 16,
+        "n_expert_groups": 1,
+        "expert_groups_per_token": 1,
+    },
+    **{"value_head_size": 10, "ffn_dim": 48},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [
+        ("moe.router.gate", {(24, 6): 3}),  # the default
+        ("shared_gate", {(24, 1): 3}),
+        ("wkv_a", {(24, 28): 3}),
+        ("wq_a", {(24, 12): 3}),
+        ("eh_proj", {(48, 24): 1}),
+        ("moe.experts.w1", {(6, 40, 24): 6}),  # with w3, which has its shape
+    ],
+)
+def test_products_are_recomputed_by_name(name, shapes):
+    """Those of every layer with a matrix, whatever its class; the plan counts the same."""
+    spec = get_spec("deepseek_v3")
+    args = spec.args("debugmodel", MIXTURE)
+    options = ["--activation_checkpoint.mode=selective"]
+    options += ["--activation_checkpoint.selective_ac_option=op"]
+    if name != "moe.router.gate":
+        key = "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns"
+        options.append(f"--{key}={name}")
+    config = resolve(options, 1).config
+    model = spec.build(args, attention_backend("cpu"))
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.1)
+    apply_activation_checkpoint(model, config.activation_checkpoint)
+    tokens = torch.stack([TOKENS, TOKENS.roll(1)], dim=-1)
+    loss = model(tokens, token_weights=torch.ones(tokens.shape)).square().sum()
+    with Shapes() as counter:
+        loss.backward()
+    assert {shape: counter.shapes.count(shape) for shape in shapes} == shapes
+    kinds = [kind_of(args, block) for block in range(3)]
+    linears = [
+        linear
+        for kind in kinds
+        for linear in block_linears(config, args, kind, mixing_of(args, kind.mixing, 16, False))
+        if ".shared." not in linear.name  # its backwards multiply matrices of the same shapes
+    ]
+    recomputed = Counts(
+        (x.experts, x.outputs, x.inputs) if x.experts else (x.inputs, x.outputs)
+        for x in linears
+        if x.recompute_share
+    )
+    assert {shape: counter.shapes.count(shape) for shape in recomputed} == recomputed
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_attention_of_other_kinds_is_kept_by_operation(compiled):
     kinds = {"layer_pattern": ["window", "full"], "window": 5, "sinks": True}
@@ -182,3 +262,21 @@ def test_the_memory_budget_is_a_share_of_the_activations(tmp_path):
         sizes.append(size)
         assert loss.item() == pytest.approx(run(build(mode="none"))[0].item(), rel=1e-5)
     assert sizes[0] > sizes[1] > sizes[2]
+
+
+def test_names_of_no_product_are_refused(tmp_path):
+    """With the nearest; but a dense model has nothing of the default's name."""
+    key = "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns"
+
+    def check(model, *extra):
+        arguments = [f"--model.name={model}", "--model.flavor=debugmodel", *extra]
+        config = resolve([f"--job.dump_folder={tmp_path}", *arguments], 1).config
+        preflight(config, output=False)
+
+    check("llama3")
+    check("qwen3_moe", f"--{key}=router.gate,experts.w2,layers.1.attention.wo")
+    with pytest.raises(ConfigError, match=rf"{key}: 'router.gait' .*'moe.router.gate'"):
+        check("qwen3_moe", f"--{key}=router.gait")
+    for without_product in ("attention_norm", "output", "tok_embeddings"):
+        with pytest.raises(ConfigError, match=f"'{without_product}' is in the name of no matrix"):
+            check("llama3", f"--{key}=feed_forward.w1,{without_product}")

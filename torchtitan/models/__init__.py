@@ -2,7 +2,13 @@
 the file names it.
 """
 
-from torchtitan.models.hf.mapping import export_problems, exported_buffers, hf_map, parameter_names
+from torchtitan.models.hf.mapping import (
+    block_matrices,
+    export_problems,
+    exported_buffers,
+    hf_map,
+    parameter_names,
+)
 from torchtitan.models.hf_names import HFNames
 from torchtitan.models.spec import HFMap, ModelSpec, all_families, get_spec, register, spec_of_hf
 
@@ -11,6 +17,7 @@ __all__ = [
     "HFNames",
     "ModelSpec",
     "all_families",
+    "block_matrices",
     "export_problems",
     "exported_buffers",
     "get_spec",

@@ -78,6 +78,12 @@ def is_matrix(name: str, dims: int) -> bool:
     return dims > 1 and leaf not in ("b1", "b2", "b3") and not module.endswith("_conv")
 
 
+def matrices(model: Any) -> dict[str, Any]:
+    """The matrices of a model, and stacks of them, by name."""
+    params = model.named_parameters()
+    return {name: param for name, param in params if is_matrix(name, param.dim())}
+
+
 @dataclass(frozen=True)
 class HFMap(Generic[Args]):
     """Conversion between a family and its Hugging Face implementation."""

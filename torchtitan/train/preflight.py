@@ -19,6 +19,7 @@ from torchtitan.config.sections.schema import Config
 from torchtitan.data.encode.tokenizer import Tokenizer
 from torchtitan.models import (
     ModelSpec,
+    block_matrices,
     export_problems,
     exported_buffers,
     get_spec,
@@ -182,6 +183,9 @@ def _model_facts(config: Config, spec: ModelSpec, stage_args: Sequence[Any]) -> 
     """
     args, last_args = stage_args[0], stage_args[-1]
     names_weights = config.optimizer.param_groups or config.model.converters
+    ac = config.activation_checkpoint
+    default = type(ac)().per_op_sac_force_recompute_mm_shapes_by_fqns
+    names_products = ac.per_op_sac_force_recompute_mm_shapes_by_fqns != default
     uses_hf = config.checkpoint.initial_load_in_hf or config.checkpoint.last_save_in_hf
     return {
         "args": args,
@@ -189,6 +193,7 @@ def _model_facts(config: Config, spec: ModelSpec, stage_args: Sequence[Any]) -> 
         "mtp_modules": spec.mtp_modules(args),
         "unused": spec.unused(args),
         "parameters": list(parameter_names(spec, args)) if names_weights else [],
+        "block_matrices": block_matrices(spec, args) if names_products else [],
         "tensor_parallel_sizes": spec.tensor_parallel_sizes(args),
         "context_parallel_sizes": spec.context_parallel_sizes(args),
         "expert_sizes": spec.expert_sizes(args),

@@ -99,6 +99,22 @@ def patterns_match(config: Config, facts: Facts) -> Iterator[str]:
         yield "optimizer.param_groups: lr_scale 0 for every parameter trains nothing; raise one"
 
 
+@rule(
+    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns", needs=["block_matrices"]
+)
+def recomputed_products_exist(config: Config, facts: Facts) -> Iterator[str]:
+    """A name of no matrix is a typo; but a dense model has none of the default."""
+    names = facts.block_matrices
+    kinds = dict.fromkeys(re.sub(r"^layers\.\d+\.|\.weight$", "", name) for name in names)
+    for part in config.activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns:
+        if names and not any(part in name for name in names):
+            yield (
+                "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns: "
+                f"{brief(part)} is in the name of no matrix in the blocks of {model_name(config)}"
+                f"{did_you_mean(part, kinds, cutoff=0.3)}"
+            )
+
+
 @rule("model.converters", "quantize.grouped_mm", needs=["expert_sizes", "parameters"])
 def experts_can_be_converted(config: Config, facts: Facts) -> Iterator[str]:
     """Names of experts to convert match some, and kernels support their sizes."""

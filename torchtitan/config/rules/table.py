@@ -112,6 +112,8 @@ class Facts:
     """`ModelSpec.unused`."""
     parameters: Collection[str] = ABSENT
     """Names of all parameters."""
+    block_matrices: Collection[str] = ABSENT
+    """Names of the blocks' parameters that are matrices."""
     tensor_parallel_sizes: Mapping[str, int] = ABSENT
     """`ModelSpec.tensor_parallel_sizes`."""
     context_parallel_sizes: Mapping[str, int] = ABSENT

@@ -119,8 +119,8 @@ class ActivationCheckpoint(Section):
     and every second matrix product, and recompute the rest.
     """
     per_op_sac_force_recompute_mm_shapes_by_fqns: list[Name] = ["moe.router.gate"]
-    """Always recompute matrix products whose weight has the shape of one of these linear layers,
-    given as substrings of names. For `op`.
+    """Always recompute matrix products whose weight has the shape of one of these, given as
+    substrings of parameters' names. For `op`.
     """
     offload_blocks: LayersOrAll = 0
     """Move what this many blocks keep for the backward to host memory, and back, while other blocks

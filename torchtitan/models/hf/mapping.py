@@ -13,7 +13,7 @@ from torchtitan.config.load.render import to_toml_value
 from torchtitan.models.args import DecoderArgs
 from torchtitan.models.hf.config import effective_values
 from torchtitan.models.hf_names import is_buffer, parameters_of
-from torchtitan.models.spec import HFMap, ModelArgs, ModelSpec, all_families
+from torchtitan.models.spec import HFMap, ModelArgs, ModelSpec, all_families, matrices
 from torchtitan.utils.errors import ConfigError
 
 
@@ -110,7 +110,16 @@ def parameter_names(spec: ModelSpec, args: ModelArgs) -> list[str]:
     """
     if spec.hf is not None and not _differing(spec.hf, args):
         return parameters_of(spec.hf.names(args))
+    return [name for name, _ in _meta_model(spec, args).named_parameters()]
+
+
+def block_matrices(spec: ModelSpec, args: ModelArgs) -> list[str]:
+    """Names of the matrices in a model's blocks."""
+    return [name for name in matrices(_meta_model(spec, args)) if name.startswith("layers.")]
+
+
+def _meta_model(spec: ModelSpec, args: ModelArgs) -> Any:
     import torch
 
     with torch.device("meta"):
-        return [name for name, _ in spec.build(args, None).named_parameters()]
+        return spec.build(args, None)

@@ -16,9 +16,11 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from torchtitan.config.converters import names_any
 from torchtitan.config.derive import selects_operations
 from torchtitan.config.sections.parallelism import ActivationCheckpoint
 from torchtitan.models.protocols import Model
+from torchtitan.models.spec import matrices
 from torchtitan.parallel.collectives import local
 from torchtitan.parallel.memory.regions import regions, replace_method
 from torchtitan.utils.torch_compat import replaced
@@ -106,15 +108,16 @@ def _may_be_random(model: Model) -> bool:
 
 
 def _weight_shapes(model: Model, names: Collection[str]) -> Iterator[tuple[int, ...]]:
-    """Shapes `[in, out]` of the weights of linear layers whose name contains one of `names`.
+    """Shapes in which products see the weights whose name contains one of `names`: `[in, out]`, of
+    experts `[experts, out, in]`.
 
     A weight sharded by tensor parallelism has two: eager products see the global shape, compiled
     ones the local shape.
     """
-    for fqn, module in model.named_modules():
-        if isinstance(module, nn.Linear) and any(name in fqn for name in names):
-            yield tuple(module.weight.T.shape)
-            yield tuple(local(module.weight).T.shape)
+    for fqn, weight in matrices(model).items():
+        if fqn.startswith("layers.") and names_any(names, fqn):
+            for each in (weight, local(weight)):
+                yield tuple(each.T.shape if each.dim() == 2 else each.shape)
 
 
 def _contexts(
@@ -124,8 +127,8 @@ def _contexts(
 
     Args:
         saved_operations: their results are always saved.
-        recomputed_shapes: weight shapes `[in, out]` whose matrix products are always recomputed.
-            Every second result of the other products is saved.
+        recomputed_shapes: shapes of the weights whose matrix products are always recomputed. Every
+            second result of the other products is saved.
     """
     products = {False: 0, True: 0}
     """Matrix products so far, by `context.is_recompute`."""
@@ -134,7 +137,7 @@ def _contexts(
         if name not in _MATMULS:
             return name in saved_operations
         weight = inputs[-1] if name == "aten::addmm" else inputs[1]
-        if weight.dim() == 2 and tuple(weight.shape) in recomputed_shapes:
+        if tuple(weight.shape) in recomputed_shapes:
             return False
         products[is_recompute] += 1
         return products[is_recompute] % 2 == 1

@@ -4,6 +4,7 @@ the backward recomputes.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torchtitan.config.converters import (
     FLOAT8,
@@ -19,7 +20,7 @@ from torchtitan.config.derive import compiles_blocks, layout_degrees, selects_op
 from torchtitan.config.sections.parallelism import ActivationCheckpoint
 from torchtitan.config.sections.schema import Config
 from torchtitan.models.args import DecoderArgs
-from torchtitan.tools.planner.block import Kind, Mixing, block_layers
+from torchtitan.tools.planner.block import Kind, Layer, Mixing, block_layers
 
 FLOAT8_MULTIPLE = 16
 MX_MULTIPLE = 32
@@ -76,14 +77,15 @@ def block_linears(
     tp = degrees["tp"]
     ep = degrees["ep"]
     ac = config.activation_checkpoint
-    forced_patterns = ac.per_op_sac_force_recompute_mm_shapes_by_fqns
     share = recompute_of(ac).products
     products = 0
-    for layer in block_layers(args, kind, mixing):
+    layers = list(block_layers(args, kind, mixing))
+    forced_shapes = {_shape(layer, config) for layer in layers if _is_forced(layer, ac, args)}
+    for layer in layers:
         name = layer.name
         if name in ("moe.shared.w1", "moe.experts.w1") and (tp > 1 or ep > 1):
             products = 0  # a separate region
-        saveable = layer.split in ("experts", "tokens") or not names_any(forced_patterns, name)
+        saveable = _shape(layer, config) not in forced_shapes
         products += saveable
         every_second = selects_operations(ac) and saveable and products % 2 == 1
         # No gradient needs this result: the compiler drops it.
@@ -113,6 +115,19 @@ def block_linears(
                 inputs=layer.inputs // tp if rows else layer.inputs,
                 outputs=layer.outputs if rows else layer.outputs // tp,
             )
+
+
+def _is_forced(layer: Layer, ac: ActivationCheckpoint, args: DecoderArgs) -> bool:
+    """Whether a block's layer of this name is among the products to recompute."""
+    names = ac.per_op_sac_force_recompute_mm_shapes_by_fqns
+    blocks = range(args.n_layers + args.n_mtp)
+    return any(names_any(names, f"layers.{block}.{layer.name}") for block in blocks)
+
+
+def _shape(layer: Layer, config: Config) -> tuple[int, int, Any]:
+    """Equal for layers whose weights have the same shape where operations are selected."""
+    local = compiles_blocks(config) and config.parallelism.tensor_parallel_degree > 1
+    return layer.inputs, layer.outputs, layer.split if local else layer.split == "experts"
 
 
 def recompute_of(ac: ActivationCheckpoint) -> Recompute:
