@@ -140,17 +140,23 @@ class Shapes(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
-MIXTURE = {"dim": 24, "n_layers": 2, "n_heads": 4, "n_dense_layers": 0, "n_mtp": 1} | {
-    **{"q_lora_rank": 12, "kv_lora_rank": 20, "rope_head_size": 8, "head_size": 18},
-    **{"n_experts": 6, "experts_per_token": 2, "expert_dim": 40, "shared_expert_dim": 44},
-    **{
-        "shared_expert_gate": True,
-        "vocab_size": 64,
-        "max_seq_len": 16,
-        "n_expert_groups": 1,
-        "expert_groups_per_token": 1,
-    },
-    **{"value_head_size": 10, "ffn_dim": 48},
+MIXTURE = dict.fromkeys(("n_expert_groups", "expert_groups_per_token", "n_mtp"), 1) | {
+    "dim": 24,
+    "n_layers": 2,
+    "n_dense_layers": 0,
+    "n_heads": 4,
+    "head_size": 18,
+    "value_head_size": 10,
+    "rope_head_size": 8,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 20,
+    "n_experts": 6,
+    "experts_per_token": 2,
+    "expert_dim": 40,
+    "shared_expert_dim": 44,
+    "shared_expert_gate": True,
+    "vocab_size": 64,
+    "max_seq_len": 16,
 }
 
 
