@@ -1,6 +1,8 @@
 """Stop anywhere and resume under another layout: the loss curve is unchanged."""
 
 import json
+from concurrent.futures import Future
+from threading import Thread
 from types import SimpleNamespace
 from unittest import mock
 
@@ -26,7 +28,9 @@ from tests.runs import (
     train,
 )
 from torchtitan.checkpoint.commit import committed_steps
+from torchtitan.checkpoint.manager import Checkpointer
 from torchtitan.checkpoint.save import Stager
+from torchtitan.train.built_in import WaitForCopy
 from torchtitan.utils.logging import logger
 from torchtitan.utils.wording import show_size
 
@@ -329,3 +333,18 @@ def test_a_copy_waits_for_the_update(monkeypatch):
     monkeypatch.setattr(DefaultStager, "stage", lambda *_: order.append("copied"))
     stager.stage({})
     assert order == ["after the update", "copied"]
+
+
+def test_the_update_waits_for_a_copy():
+    """A save in the background still reads the weights that the update would change."""
+    checkpointer = object.__new__(Checkpointer)
+    checkpointer._staging = copy = Future()
+    checkpointer._guard = lambda result: result()
+    update = Thread(target=WaitForCopy(checkpointer).before_update, args=(None,))
+    update.start()
+    update.join(0.05)
+    assert update.is_alive()
+    copy.set_result(None)
+    update.join(30)
+    assert not update.is_alive()
+    checkpointer.wait_staged()  # nothing is left to wait for

@@ -221,13 +221,23 @@ def test_flops_are_those_counted():
 
 
 def test_every_parameter_has_a_style_and_an_initialization():
+    """What has entries for a head is split by heads; projections by outputs, the last by inputs."""
     layer = GatedDeltaNet(ARGS)
+    styles = []
     for name, parameter in layer.named_parameters():
         module = name.removesuffix(".weight")
-        assert TENSOR_PARALLEL_STYLES[f".{module}"] != "gather_sequence"
+        styles.append((module, TENSOR_PARALLEL_STYLES[f".{module}"].value))
         matrix = isinstance(layer.get_submodule(module), torch.nn.Linear)
         assert (delta_init(module, ARGS) is None) == matrix
         assert parameter.dim() <= 2
+    per_head = ("q_conv", "k_conv", "v_conv", "A_log", "dt_bias")
+    assert sorted(styles) == sorted(
+        [
+            *(("in_proj_qkvz", "columns"), ("in_proj_ba", "columns"), ("out_proj", "rows")),
+            *((name, "per_head") for name in per_head),
+            ("norm", "head_norm"),
+        ]
+    )
 
 
 # ---- flash-linear-attention

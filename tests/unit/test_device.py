@@ -1,5 +1,5 @@
 """The switch that reports waits for the device, against a recording of its calls of CUDA; the
-precision of a CPU; and a machine like a Mac.
+precision of a CPU; a machine like a Mac; and random numbers.
 """
 
 import subprocess
@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
+from torchtitan.train.state import seed_step
 from torchtitan.utils import device
 
 
@@ -116,3 +117,15 @@ def test_a_mac_trains_on_its_cpu_and_says_so(tmp_path):
 def test_bf16_is_usual_where_it_is_native(kind, capability, dtype):
     with mock.patch.object(torch.cuda, "get_device_capability", return_value=capability):
         assert device.usual_dtype(torch.device(kind)) == dtype
+
+
+def test_every_step_and_rank_draws_other_numbers():
+    """And the same ones after a resume."""
+
+    def draw(*key):
+        seed_step(*key)
+        return tuple(torch.rand(4).tolist())
+
+    keys = [(seed, step, rank) for seed in (1, 2) for step in (0, 1, 2) for rank in (0, 1)]
+    assert len({draw(*key) for key in keys}) == len(keys)
+    assert draw(1, 2, 1) == draw(1, 2, 1)

@@ -93,6 +93,19 @@ def test_an_epoch_predicts_every_id_once(numbered, lengths, seq_len):
         assert sorted(found[: len(EPOCH)]) == EPOCH
 
 
+def test_every_epoch_has_an_order(numbered):
+    """The same windows, differently shuffled."""
+    windows = len(EPOCH) // 4 + 1
+    rows = [
+        ids
+        for batch in batches(loader(numbered, [], seq_len=4, rows=windows), 3)
+        for ids in ids_of(batch)
+    ]
+    epochs = [rows[i * windows : (i + 1) * windows] for i in range(3)]
+    assert [sorted(epoch) for epoch in epochs] == 3 * [sorted(epochs[0])]
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+
+
 def test_long_rows_are_whole_windows_of_text(numbered):
     """After the windows that short rows have begun."""
     reading = loader(numbered, longer(32), rows=4)

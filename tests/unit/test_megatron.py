@@ -75,6 +75,14 @@ BAD_PAIRS = {
 }
 
 
+def test_a_negative_id_is_no_flag(tmp_path):
+    """Of 32 bits, whose highest one flags ids in this project's files."""
+    file = write_megatron(tmp_path, dtype=np.int32, code=4)
+    changed(0, np.int32(-(2**31) + 5).tobytes(), ".bin")(file)
+    with pytest.raises(UserError, match="has id -2147483643 at token 0, but the tokenizer"):
+        take(loader(file), 1)
+
+
 @pytest.mark.parametrize("case", BAD_PAIRS)
 def test_bad_pairs_of_megatron_are_named(tmp_path, case):
     change, text = BAD_PAIRS[case]

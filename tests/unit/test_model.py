@@ -506,7 +506,8 @@ def test_rms_norm_is_torchs():
     theirs = torch.nn.RMSNorm(16, eps=1e-6)
     ours.weight = theirs.weight
     torch.nn.init.normal_(theirs.weight)
-    x = torch.randn(2, 3, 16, requires_grad=True)
+    # Small enough for eps to matter, whether it is added below the root or after it.
+    x = (1e-3 * torch.randn(2, 3, 16)).requires_grad_()
     upstream = torch.randn(2, 3, 16)
     results = [
         (out, *torch.autograd.grad(out, (x, theirs.weight), upstream))

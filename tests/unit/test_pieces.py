@@ -12,6 +12,7 @@ from torchtitan.data.encode import base as module
 from torchtitan.data.encode.base import pieces
 from torchtitan.data.encode.tiktoken_files import LLAMA3_PATTERN
 from torchtitan.data.encode.tokenizer import build_tokenizer
+from torchtitan.data.order.lanes import DocumentCursor, StreamLane
 from torchtitan.utils.assets import find_asset
 
 SHIPPED = "./tests/assets/tokenizer"
@@ -138,3 +139,24 @@ def test_a_run_without_a_cut_is_encoded(run, which, llama_folder, monkeypatch):
     text = f"x{RUNS[run] * (60_000 // len(RUNS[run]))}y"
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert max(map(len, re.findall(".+", "\n".join(pieces(text))))) <= 40_000
+
+
+def test_a_resume_of_a_resume_within_a_long_document(monkeypatch):
+    """And of that: each continues from the position of the one before it."""
+    monkeypatch.setattr(module, "LONG", 1000)
+    monkeypatch.setattr(module, "PIECE", 300)
+    tokenizer = build_tokenizer(SHIPPED)
+    texts = [" ".join(f"{letter}{i}" for i in range(900)) for letter in "abc"]
+
+    def lane():
+        return StreamLane(DocumentCursor(texts, 0, 1, None, lambda _, read: read()), tokenizer)
+
+    whole, resumed = lane(), lane()
+    expected = [whole.row(64) for _ in range(60)]
+    for row in expected:
+        position = resumed.position()
+        resumed = lane()
+        resumed.seek(position)
+        assert resumed.position() == position
+        assert resumed.row(64).tolist() == row.tolist()
+    assert position.cursor.position == 1, "it is in the second document"

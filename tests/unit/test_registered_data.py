@@ -10,6 +10,8 @@ from tests.positions import saved
 from torchtitan.config.sections.data import DataLoader, Source
 from torchtitan.data.encode.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.data.loader import build_loader
+from torchtitan.data.read.opening import Retry
+from torchtitan.data.read.streams import StreamCursor
 from torchtitan.data.registered import open_custom
 from torchtitan.data.sources import DataSpec
 from torchtitan.utils.errors import UserError
@@ -50,6 +52,10 @@ def stream(dataset_path):
     )
 
 
+def shuffled(dataset_path):
+    return stream(dataset_path).shuffle(seed=3, buffer_size=9)
+
+
 def documents(dataset_path):
     return Texts(row["text"] for row in texts("abcd"))
 
@@ -72,7 +78,7 @@ def rows(*names, path=None, rank=0, degree=1, after=(), steps=4):
         seed=1,
         infinite=True,
         options=DataLoader(),
-        custom={"stream": stream, "documents": documents},
+        custom={"stream": stream, "documents": documents, "shuffled": shuffled},
     )
     loader = build_loader(spec, dp_rank=rank, dp_degree=degree)
     if after:
@@ -80,6 +86,21 @@ def rows(*names, path=None, rank=0, degree=1, after=(), steps=4):
     batches = list(itertools.islice(iter(loader), steps))
     loader.close()
     return torch.cat([batch.tokens for batch in batches]).view(steps, -1, 16), batches[-1].position
+
+
+def test_every_epoch_of_a_stream_has_an_order():
+    """The documents of an epoch, differently shuffled; after a resume, too."""
+    cursor, other = (
+        StreamCursor(shuffled(None), 0, 1, True, Retry("training", "shuffled", DataLoader()))
+        for _ in range(2)
+    )
+    epochs = [[cursor.next() for _ in range(36)] for _ in range(2)]
+    between = cursor.position()
+    epochs.append([cursor.next() for _ in range(36)])
+    assert [sorted(epoch) for epoch in epochs] == 3 * [sorted(row["text"] for row in texts("abcd"))]
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+    other.seek(between)
+    assert [other.next() for _ in range(36)] == epochs[2]
 
 
 @pytest.mark.parametrize("names", [["stream"], ["documents"], ["documents", "stream"]])
