@@ -96,7 +96,16 @@ def test_a_mixture_resumes_on_another_layout(ranks, tmp_path):
     whole = ranks(1, train, mixture(tmp_path, SCHEDULE, steps=8))[0]
     folder = tmp_path / "parts"
     folder.mkdir()
-    ranks(2, train, mixture(folder, *SAVE, SCHEDULE, steps=3))
+    first = ranks(2, train, mixture(folder, *SAVE, SCHEDULE, steps=3))[0]
+    weights = 2 * (2 * 64 * (64 + 32) + 3 * 64 * 96) + 64 * 2048  # that a token is multiplied by
+    for record, reference in zip(first["metrics"], whole["metrics"], strict=False):
+        rate = record["tokens_per_second"]
+        assert rate * record["step_time_s"] * 2 == pytest.approx(8 * 32), "a rank's rate"
+        attention = 2 * 12 * 64 * 32
+        assert record["tflops"] * 1e12 == pytest.approx((6 * weights + attention) * rate)
+        assert record["loss"] <= record["max_loss"] < 1.2 * record["loss"]
+        for key in (key for key in reference if key.startswith("epochs/")):
+            assert record[key] == pytest.approx(reference[key])
     resumed = ranks(
         2, train, mixture(folder, *SAVE, SCHEDULE, f"{P}tensor_parallel_degree=2", steps=8)
     )[0]

@@ -3,7 +3,10 @@
 import json
 import logging
 import math
+from types import SimpleNamespace
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +14,7 @@ import torch.distributed as dist
 from tests.runs import read_metrics
 from torchtitan.config import resolve
 from torchtitan.config.sections import schema
+from torchtitan.optim.loss import SourceTally
 from torchtitan.telemetry import experts as observed
 from torchtitan.telemetry.console import ConsoleSink, StageCost
 from torchtitan.telemetry.experts import read_loads
@@ -22,6 +26,7 @@ from torchtitan.telemetry.trackers.base import scalars
 from torchtitan.telemetry.trackers.jsonl import JsonlSink
 from torchtitan.train.rank_main import _summarize
 from torchtitan.train.state import Progress
+from torchtitan.train.built_in import Report
 from torchtitan.utils import activity as phases
 from torchtitan.utils import device
 from torchtitan.utils.activity import phase
@@ -302,3 +307,17 @@ def test_the_last_line_has_a_loss_that_can_be_read(tmp_path, caplog, monkeypatch
         "Done: step 150, 150 tokens, loss 7.5000 -> 4.8333 (mean of the last 15 steps), "
         "validation loss 6.9300, validation loss of web 5.0000"
     )
+
+
+def test_a_rewind_forgets_what_was_recorded_since():
+    """The next record would hold values of steps that are trained again."""
+    tally = SourceTally(2, np.ones(8), torch.device("cpu"))
+    tally.add(torch.tensor([1]), torch.tensor([2.5]), torch.tensor([[3, 4]]))
+    parts = {name: mock.Mock() for name in ("logged", "experts", "qk_clip", "metrics")}
+    engine = SimpleNamespace(**parts, compute=SimpleNamespace(tally=tally))
+    telemetry = SimpleNamespace(metrics=parts["metrics"], run_record=None)
+    Report(engine, telemetry).on_rewind(None, 7)
+    assert [call[0] for part in parts.values() for call in part.method_calls] == [
+        *("clear", "take", "take", "rewind")
+    ]
+    assert not tally._sums.any()

@@ -26,6 +26,7 @@ from torchtitan.optim.loss import cross_entropy
 from torchtitan.parallel.memory.checkpoint import apply_activation_checkpoint
 from torchtitan.tools.planner.block_memory import offloaded_per_block
 from torchtitan.tools.planner.block_time import LAUNCHES, OPERATIONS, block_time
+from torchtitan.tools.planner.comm_time import context_parallel
 from torchtitan.tools.planner.costs import step_time
 from torchtitan.tools.planner.memory import GIB, LOGIT_BYTES, hidden_bytes, memory_of
 from torchtitan.tools.planner.planner import make_plan
@@ -414,6 +415,15 @@ def test_state_is_sharded_and_optimizers_differ():
     assert state("--ema.enable") == pytest.approx(20 / 8)
     assert state("--ema.enable", "--optimizer.state_dtype=bfloat16") == pytest.approx(16 / 8)
     assert state("--training.enable_cpu_offload", "--ema.enable") == 0
+
+
+def test_a_ring_by_hand():
+    """Of 4 ranks: keys and values travel 3 times in bf16, and their gradients in fp32."""
+    ring = workload(
+        NONE, "--model.flavor=8B", *ONE_ROW, "--parallelism.context_parallel_degree=4", world=4
+    )
+    once = 2048 * 2 * 1024 * 3 / H100.bandwidth(4, 1)  # 2,048 tokens' keys and values of 8 heads
+    assert context_parallel(ring, H100, 0.0) == pytest.approx((2 * once, 2 * once + 4 * once))
 
 
 @pytest.mark.parametrize("axis", ["data_parallel_shard", "tensor_parallel"])

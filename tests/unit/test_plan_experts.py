@@ -17,7 +17,7 @@ from torchtitan.tools.planner.advice import smaller
 from torchtitan.tools.planner.block_time import EXPERT_TILE
 from torchtitan.tools.planner.comm_time import HOST_WAIT
 from torchtitan.tools.planner.costs import step_time
-from torchtitan.tools.planner.memory import memory_of
+from torchtitan.tools.planner.memory import _reduced_bytes, memory_of
 from torchtitan.tools.planner.predict import derived_workload, predict
 from torchtitan.tools.planner.search import search
 from torchtitan.tools.planner.workload import Software
@@ -106,6 +106,18 @@ def test_flops_are_those_that_run(mode):
         if str(operation).endswith((".mm", "grouped_mm", "_outer"))
     )
     assert hardware_flops(w)["matmul", "float32"] == products
+
+
+def test_state_and_reduced_gradients_by_hand():
+    """16 ranks, of which 4 share the same 32 experts of a block, and all its other weights."""
+    split = [*LARGE, NONE, EP + "4"]
+    matrices = 48 * (ATTENTION + ROUTER + 128 // 8 * EXPERTS)
+    for optimizer, moments in (("AdamW", 2 * PARAMETERS), ("Muon", 2 * PARAMETERS - matrices)):
+        w = workload(*split, f"--optimizer.name={optimizer}", world=16)
+        assert memory_of(w, 0).by_category["optimizer"] == pytest.approx(4 * moments / 16)
+    norms = 2 * 2048 + 2 * 128
+    dense, experts = ATTENTION + ROUTER + norms, 32 // 8 * EXPERTS
+    assert _reduced_bytes(w) == pytest.approx(4 * (dense / 16 + experts / 4))
 
 
 def test_exchanges_by_hand():
