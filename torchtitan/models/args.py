@@ -40,6 +40,17 @@ Activation = Literal["swiglu", "geglu", "relu2", "clamped_swiglu"]
 """
 
 
+DEBUG_SIZES: Mapping[str, int] = {"vocab_size": 2048, "dim": 256, "ffn_dim": 768}
+"""Sizes of a family's `debugmodel`."""
+DEBUG_EXPERTS: Mapping[str, int] = {
+    "n_layers": 4,
+    "n_experts": 16,
+    "experts_per_token": 4,
+    "expert_dim": 128,
+}
+"""Depth and experts of a `debugmodel` with experts."""
+
+
 class DecoderArgs(ModelArgs):
     """Hyper-parameters of a decoder."""
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar, Literal
 
-from torchtitan.models.args import DecoderArgs
+from torchtitan.models.args import DEBUG_EXPERTS, DEBUG_SIZES, DecoderArgs
 from torchtitan.models.decoder.traits import register_decoder
 from torchtitan.models.hf.deepseek import LatentConfig
 from torchtitan.models.rope_scaling import YarnScaling
@@ -61,9 +61,8 @@ _deepseek = partial(
 
 FLAVORS = {
     "debugmodel": _deepseek(
-        vocab_size=2048,
-        dim=256,
-        n_layers=4,
+        **DEBUG_SIZES,
+        **DEBUG_EXPERTS,
         n_heads=4,
         n_kv_heads=4,
         head_size=96,
@@ -73,10 +72,6 @@ FLAVORS = {
         rope_scaling=YarnScaling(
             factor=4.0, original_max_seq_len=4096, mscale=0.707, mscale_all_dim=0.707
         ),
-        ffn_dim=768,
-        n_experts=16,
-        experts_per_token=4,
-        expert_dim=128,
         n_dense_layers=1,
         shared_expert_dim=256,
     ),

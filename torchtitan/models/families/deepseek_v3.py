@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import ClassVar, Literal
 
-from torchtitan.models.args import DecoderArgs
+from torchtitan.models.args import DEBUG_EXPERTS, DEBUG_SIZES, DecoderArgs
 from torchtitan.models.decoder.traits import register_decoder
 from torchtitan.models.hf.deepseek import LatentConfig
 from torchtitan.models.rope_scaling import YarnScaling
@@ -48,9 +48,8 @@ _deepseek = partial(
 
 FLAVORS = {
     "debugmodel": _deepseek(
-        vocab_size=2048,
-        dim=256,
-        n_layers=4,
+        **DEBUG_SIZES,
+        **DEBUG_EXPERTS,
         n_heads=4,
         n_kv_heads=4,
         head_size=96,
@@ -61,10 +60,6 @@ FLAVORS = {
         rope_scaling=YarnScaling(
             factor=4.0, original_max_seq_len=4096, mscale=1.0, mscale_all_dim=1.0
         ),
-        ffn_dim=768,
-        n_experts=16,
-        experts_per_token=4,
-        expert_dim=128,
         n_dense_layers=1,
         n_expert_groups=4,
         expert_groups_per_token=2,

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import ClassVar, Literal
 
-from torchtitan.models.args import DecoderArgs
+from torchtitan.models.args import DEBUG_EXPERTS, DEBUG_SIZES, DecoderArgs
 from torchtitan.models.decoder.traits import register_decoder
 from torchtitan.models.hf.deepseek import SharedExpertsConfig
 
@@ -47,17 +47,12 @@ _glm = partial(
 
 FLAVORS = {
     "debugmodel": _glm(
-        vocab_size=2048,
-        dim=256,
-        n_layers=4,
+        **DEBUG_SIZES,
+        **DEBUG_EXPERTS,
         n_heads=8,
         n_kv_heads=4,
         head_size=64,
         qk_norm=True,
-        ffn_dim=768,
-        n_experts=16,
-        experts_per_token=4,
-        expert_dim=128,
         n_dense_layers=1,
         route_scale=2.5,
         shared_expert_dim=128,

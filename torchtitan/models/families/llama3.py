@@ -5,7 +5,7 @@ Llama 2 (Touvron et al., arXiv:2307.09288) and Code Llama (Rozière et al., arXi
 from functools import partial
 from typing import Literal
 
-from torchtitan.models.args import DecoderArgs
+from torchtitan.models.args import DEBUG_SIZES, DecoderArgs
 from torchtitan.models.decoder.traits import register_decoder
 from torchtitan.models.hf.config import HFConfig
 from torchtitan.models.rope_scaling import RopeScaling
@@ -36,9 +36,7 @@ _code = {"vocab_size": 32016, "rope_theta": 1e6}
 _tiny = partial(DecoderArgs, rope_theta=10_000.0, tie_embeddings=True)
 
 FLAVORS = {
-    "debugmodel": DecoderArgs(
-        vocab_size=2048, dim=256, n_layers=6, n_heads=16, n_kv_heads=16, ffn_dim=768
-    ),
+    "debugmodel": DecoderArgs(**DEBUG_SIZES, n_layers=6, n_heads=16, n_kv_heads=16),
     # The 42M of llama2.c (github.com/karpathy/llama2.c, README), with 8,192 entries instead of
     # 32,000, which would be more than a third of the parameters.
     "30M": _tiny(vocab_size=8192, dim=512, n_layers=8, n_heads=8, n_kv_heads=8, ffn_dim=1376),

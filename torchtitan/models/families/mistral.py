@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from torchtitan.models.args import DecoderArgs
+from torchtitan.models.args import DEBUG_SIZES, DecoderArgs
 from torchtitan.models.decoder.traits import register_decoder
 from torchtitan.models.hf.windows import OneWindow
 
@@ -18,9 +18,7 @@ class _Config(OneWindow):
 _mistral = partial(DecoderArgs, n_heads=32, n_kv_heads=8, rope_theta=1e6)
 
 FLAVORS = {
-    "debugmodel": _mistral(
-        vocab_size=2048, dim=256, n_layers=6, n_heads=8, n_kv_heads=4, head_size=64, ffn_dim=768
-    ),
+    "debugmodel": _mistral(**DEBUG_SIZES, n_layers=6, n_heads=8, n_kv_heads=4, head_size=64),
     "7B-v0.1": _mistral(
         vocab_size=32000,
         dim=4096,

@@ -3,7 +3,7 @@
 from functools import partial
 from typing import ClassVar, Literal
 
-from torchtitan.models.args import DecoderArgs
+from torchtitan.models.args import DEBUG_SIZES, DecoderArgs
 from torchtitan.models.decoder.traits import register_decoder
 from torchtitan.models.hf.config import HFConfig
 
@@ -28,9 +28,7 @@ _olmo2 = partial(
 )
 
 FLAVORS = {
-    "debugmodel": _olmo2(
-        vocab_size=2048, dim=256, n_layers=6, n_heads=8, n_kv_heads=4, ffn_dim=768
-    ),
+    "debugmodel": _olmo2(**DEBUG_SIZES, n_layers=6, n_heads=8, n_kv_heads=4),
     "1B": _olmo2(dim=2048, n_layers=16, n_heads=16, n_kv_heads=16, ffn_dim=8192),
     "7B": _olmo2(dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, ffn_dim=11008),
     "13B": _olmo2(dim=5120, n_layers=40, n_heads=40, n_kv_heads=40, ffn_dim=13824),

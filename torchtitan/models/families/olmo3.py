@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Any, ClassVar, Literal
 
-from torchtitan.models.args import DecoderArgs
+from torchtitan.models.args import DEBUG_SIZES, DecoderArgs
 from torchtitan.models.decoder.traits import register_decoder
 from torchtitan.models.hf.config import LayerTypes
 from torchtitan.models.hf.windows import RopeByLayer
@@ -56,9 +56,7 @@ _YARN = YarnScaling(
 )  # of the long-context stage, from 8,192 tokens to 65,536
 
 FLAVORS = {
-    "debugmodel": _olmo3(
-        vocab_size=2048, dim=256, n_layers=8, n_heads=8, n_kv_heads=4, window=64, ffn_dim=768
-    ),
+    "debugmodel": _olmo3(**DEBUG_SIZES, n_layers=8, n_heads=8, n_kv_heads=4, window=64),
     "7B": _7b(),
     "32B": _32b(),
     "7B-64k": _7b(rope_scaling=_YARN),

@@ -6,7 +6,7 @@ Their files pack queries, keys and values, and gate and up.
 from functools import partial
 from typing import Any, Literal
 
-from torchtitan.models.args import DecoderArgs
+from torchtitan.models.args import DEBUG_SIZES, DecoderArgs
 from torchtitan.models.decoder.traits import register_decoder
 from torchtitan.models.hf.rope import Rope
 from torchtitan.models.hf.windows import OneWindow
@@ -62,13 +62,7 @@ _phi3 = partial(_phi, vocab_size=32064, rope_theta=1e4, layer_pattern=("window",
 
 FLAVORS = {
     "debugmodel": DecoderArgs(
-        vocab_size=2048,
-        dim=256,
-        n_layers=6,
-        n_heads=8,
-        n_kv_heads=4,
-        ffn_dim=768,
-        rope_theta=250_000.0,
+        **DEBUG_SIZES, n_layers=6, n_heads=8, n_kv_heads=4, rope_theta=250_000.0
     ),
     "14B": _phi(vocab_size=100352, rope_theta=250_000.0),
     "Phi-3-mini-4k": _phi3(dim=3072, n_layers=32, n_heads=32, n_kv_heads=32, ffn_dim=8192),

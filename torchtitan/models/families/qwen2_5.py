@@ -5,7 +5,7 @@ Qwen2.5-Coder (arXiv:2409.12186) and Qwen2.5-Math (arXiv:2409.12122).
 from functools import partial
 from typing import ClassVar
 
-from torchtitan.models.args import DecoderArgs
+from torchtitan.models.args import DEBUG_SIZES, DecoderArgs
 from torchtitan.models.decoder.traits import register_decoder
 from torchtitan.models.hf.windows import LaterWindows
 
@@ -32,9 +32,7 @@ _SIZES = {
     "72B": _large(dim=8192, n_layers=80, n_heads=64, ffn_dim=29568, norm_eps=1e-5),
 }
 FLAVORS = {
-    "debugmodel": _qwen2_5(
-        vocab_size=2048, dim=256, n_layers=6, n_heads=8, n_kv_heads=4, ffn_dim=768
-    ),
+    "debugmodel": _qwen2_5(**DEBUG_SIZES, n_layers=6, n_heads=8, n_kv_heads=4),
     **_SIZES,
     **{f"Coder-{size}": args for size, args in _SIZES.items() if size != "72B"},
     **{

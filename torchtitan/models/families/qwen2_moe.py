@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import ClassVar
 
-from torchtitan.models.args import DecoderArgs, LayerKind
+from torchtitan.models.args import DEBUG_EXPERTS, DEBUG_SIZES, DecoderArgs, LayerKind
 from torchtitan.models.decoder.traits import register_decoder
 from torchtitan.models.hf.qwen import SharedExpertConfig
 from torchtitan.models.hf.windows import LaterWindows
@@ -47,16 +47,7 @@ _qwen2_moe = partial(
 
 FLAVORS = {
     "debugmodel": _qwen2_moe(
-        vocab_size=2048,
-        dim=256,
-        n_layers=4,
-        n_heads=8,
-        n_kv_heads=4,
-        ffn_dim=768,
-        n_experts=16,
-        experts_per_token=4,
-        expert_dim=128,
-        shared_expert_dim=256,
+        **DEBUG_SIZES, **DEBUG_EXPERTS, n_heads=8, n_kv_heads=4, shared_expert_dim=256
     ),
     "A2.7B": _qwen2_moe(
         dim=2048,

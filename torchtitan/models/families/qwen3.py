@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Literal
 
-from torchtitan.models.args import DecoderArgs
+from torchtitan.models.args import DEBUG_SIZES, DecoderArgs
 from torchtitan.models.decoder.traits import register_decoder
 from torchtitan.models.hf.windows import LaterWindows
 
@@ -30,9 +30,7 @@ _qwen3 = partial(
 )
 
 FLAVORS = {
-    "debugmodel": _qwen3(
-        vocab_size=2048, dim=256, n_layers=6, n_heads=8, n_kv_heads=4, head_size=64, ffn_dim=768
-    ),
+    "debugmodel": _qwen3(**DEBUG_SIZES, n_layers=6, n_heads=8, n_kv_heads=4, head_size=64),
     "0.6B": _qwen3(dim=1024, n_layers=28, n_heads=16, ffn_dim=3072, tie_embeddings=True),
     "1.7B": _qwen3(dim=2048, n_layers=28, n_heads=16, ffn_dim=6144, tie_embeddings=True),
     "4B": _qwen3(dim=2560, n_layers=36, n_heads=32, ffn_dim=9728, tie_embeddings=True),

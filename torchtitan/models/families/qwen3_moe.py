@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
-from torchtitan.models.args import DecoderArgs, LayerKind
+from torchtitan.models.args import DEBUG_SIZES, DecoderArgs, LayerKind
 from torchtitan.models.decoder.traits import register_decoder
 from torchtitan.models.hf.qwen import ExpertsConfig
 
@@ -48,12 +48,10 @@ _qwen3 = partial(
 
 FLAVORS = {
     "debugmodel": _qwen3(
-        vocab_size=2048,
-        dim=256,
+        **DEBUG_SIZES,
         n_layers=4,
         n_heads=8,
         head_size=64,
-        ffn_dim=768,
         n_experts=16,
         experts_per_token=4,
         expert_dim=192,

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from torchtitan.models.args import DecoderArgs, LayerKind
+from torchtitan.models.args import DEBUG_EXPERTS, DEBUG_SIZES, DecoderArgs, LayerKind
 from torchtitan.models.decoder.traits import register_decoder
 from torchtitan.models.hf.config import LayerTypes
 from torchtitan.models.hf.qwen import SharedExpertConfig
@@ -106,19 +106,14 @@ _qwen3_next = partial(
 
 FLAVORS = {
     "debugmodel": _qwen3_next(
-        vocab_size=2048,
-        dim=256,
-        n_layers=4,
+        **DEBUG_SIZES,
+        **DEBUG_EXPERTS,
         n_heads=4,
         head_size=64,
         delta_key_heads=4,
         delta_value_heads=8,
         delta_key_size=32,
         delta_value_size=32,
-        ffn_dim=768,
-        n_experts=16,
-        experts_per_token=4,
-        expert_dim=128,
         shared_expert_dim=128,
     ),
     "80B-A3B": _qwen3_next(

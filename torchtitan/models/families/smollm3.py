@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from torchtitan.models.args import DecoderArgs, LayerKind
+from torchtitan.models.args import DEBUG_SIZES, DecoderArgs, LayerKind
 from torchtitan.models.decoder.traits import register_decoder
 from torchtitan.models.hf.config import HFConfig, LayerTypes, all_kinds
 
@@ -54,7 +54,7 @@ _smollm3 = partial(
 )
 
 FLAVORS = {
-    "debugmodel": _smollm3(vocab_size=2048, dim=256, n_layers=8, ffn_dim=768),
+    "debugmodel": _smollm3(**DEBUG_SIZES, n_layers=8),
     "3B": _smollm3(vocab_size=128256, dim=2048, n_layers=36, ffn_dim=11008, tie_embeddings=True),
 }
 

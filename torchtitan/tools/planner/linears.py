@@ -4,7 +4,6 @@ the backward recomputes.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torchtitan.config.converters import (
     FLOAT8,
@@ -80,12 +79,13 @@ def block_linears(
     share = recompute_of(ac).products
     products = 0
     layers = list(block_layers(args, kind, mixing))
-    forced_shapes = {_shape(layer, config) for layer in layers if _is_forced(layer, ac, args)}
+    forced_names = ac.per_op_sac_force_recompute_mm_shapes_by_fqns
+    forced_shapes = {_shape(x) for x in layers if names_any(forced_names, f"layers.0.{x.name}")}
     for layer in layers:
         name = layer.name
         if name in ("moe.shared.w1", "moe.experts.w1") and (tp > 1 or ep > 1):
             products = 0  # a separate region
-        saveable = _shape(layer, config) not in forced_shapes
+        saveable = _shape(layer) not in forced_shapes
         products += saveable
         every_second = selects_operations(ac) and saveable and products % 2 == 1
         # No gradient needs this result: the compiler drops it.
@@ -117,17 +117,9 @@ def block_linears(
             )
 
 
-def _is_forced(layer: Layer, ac: ActivationCheckpoint, args: DecoderArgs) -> bool:
-    """Whether a block's layer of this name is among the products to recompute."""
-    names = ac.per_op_sac_force_recompute_mm_shapes_by_fqns
-    blocks = range(args.n_layers + args.n_mtp)
-    return any(names_any(names, f"layers.{block}.{layer.name}") for block in blocks)
-
-
-def _shape(layer: Layer, config: Config) -> tuple[int, int, Any]:
-    """Equal for layers whose weights have the same shape where operations are selected."""
-    local = compiles_blocks(config) and config.parallelism.tensor_parallel_degree > 1
-    return layer.inputs, layer.outputs, layer.split if local else layer.split == "experts"
+def _shape(layer: Layer) -> tuple[int, int, bool]:
+    """Equal for layers whose weights have the same shape."""
+    return layer.inputs, layer.outputs, layer.split == "experts"
 
 
 def recompute_of(ac: ActivationCheckpoint) -> Recompute:
