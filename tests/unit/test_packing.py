@@ -19,7 +19,7 @@ from torchtitan.commands import tokenize
 from torchtitan.config.sections.data import DataLoader, DataStage, Source
 from torchtitan.data.encode.tokenizer import PLAIN, UNPREDICTED, build_tokenizer
 from torchtitan.data.loader import build_loader
-from torchtitan.data.order.lanes import PackedLane
+from torchtitan.data.order.lanes import DocumentCursor, PackedLane
 from torchtitan.data.order.packing import Packer, best_fit, pack
 from torchtitan.data.order.rows import IGNORE_INDEX
 from torchtitan.data.read.positions import StreamPosition, complete_state
@@ -269,6 +269,26 @@ def test_a_resume_in_another_packing_is_refused(corpora, change, words):
     state = complete_state(first.local_state(step.position), [step.position])
     with pytest.raises(UserError, match=words):
         loader(corpora, "jsonl", **change).seek(state)
+
+
+def test_a_resume_between_pools_of_different_sizes(monkeypatch):
+    """After every row: the next pool has the size that it would have had."""
+    monkeypatch.setattr("torchtitan.data.order.lanes.FIRST_POOL_ROWS", 2)
+    monkeypatch.setattr("torchtitan.data.order.lanes.POOL_ROWS", 8)
+    texts = [f"{i} " * (7 * i % 60 + 3) for i in range(400)]
+
+    def lane():
+        cursor = DocumentCursor(texts, 0, 1, None, lambda _, read: read())
+        return PackedLane(cursor, TOKENIZER, SEQ, EOS)
+
+    whole, resumed = lane(), lane()
+    for _ in range(40):
+        row = whole.row(SEQ)
+        position = resumed.position()
+        resumed = lane()
+        resumed.seek(position)
+        assert resumed.row(SEQ).tolist() == row.tolist()
+        assert resumed.position() == whole.position()
 
 
 def test_a_stream_that_lost_documents_unnoticed():
