@@ -75,6 +75,7 @@ def test_scores_above_the_limit_become_the_limit(one_rank, kind):
     largest, clipped = clip.take()
     assert largest == pytest.approx(before.max().item(), rel=1e-5)
     assert clipped == (before > limit).sum()
+    assert clip.take() == (-torch.inf, 0), "nothing since the last call"
     model(tokens, None, mask)
     torch.testing.assert_close(scores[-1], before.clamp(max=limit), rtol=1e-4, atol=1e-5)
     params = dict(model.named_parameters())
