@@ -102,9 +102,10 @@ def test_record_has_every_field_and_right_rates(one_rank, tmp_path, monkeypatch)
             metrics.count(step, 350)
     with phase("validation", "validating"):
         clock[0] += 40.0
-    record = metrics.log(2, **VALUES)
+    record = metrics.log(2, **VALUES, mtp_losses=(2.0, 3.0))
     metrics.close()
-    assert set(record) == KEYS
+    assert set(record) == {*KEYS, "mtp_loss"}
+    assert record["mtp_loss"] == 2.5
     assert record["tokens_per_second"] == pytest.approx(1400)
     assert record["step_time_s"] == pytest.approx(0.25)
     assert record["data_loading_pct"] == pytest.approx(2.0)
@@ -321,3 +322,13 @@ def test_a_rewind_forgets_what_was_recorded_since():
         *("clear", "take", "take", "rewind")
     ]
     assert not tally._sums.any()
+
+
+def test_sums_of_sources_are_those_since_the_last_record(monkeypatch):
+    """Of two ranks that read the same: twice the tokens, but as many epochs."""
+    monkeypatch.setattr("torchtitan.optim.loss.all_reduce", lambda sums, group: group.size() * sums)
+    mesh = SimpleNamespace(loss_group=SimpleNamespace(size=lambda: 2))
+    tally = SourceTally(2, np.full(8, 3), torch.device("cpu"))
+    tally.add(torch.tensor([1]), torch.tensor([2.5]), torch.tensor([[3, 4]]))
+    assert tally.take(mesh, (0.5, 0.25)) == [[0, 0, 0, 0.5], [5, 4, 12, 0.25]]
+    assert tally.take(mesh, (0, 0)) == [[0] * 4] * 2
