@@ -202,3 +202,11 @@ def test_numbers_of_rows_go_on_where_the_data_does(exclude, rows, streak):
         CallbackStates(()),
     ).load(state, exclude, dict)
     assert (watch.rows, watch.streak) == (rows, streak)
+
+
+def test_saved_progress_counts_on():
+    """Steps, tokens, and the steps that were skipped."""
+    progress = Progress()
+    progress.load_state_dict(Progress(step=3, tokens=50, skipped=2).state_dict())
+    progress.advance(10, 1.5, skipped=True)
+    assert (progress.step, progress.tokens, progress.skipped) == (4, 60, 3)

@@ -325,10 +325,10 @@ def test_a_rewind_forgets_what_was_recorded_since():
 
 
 def test_sums_of_sources_are_those_since_the_last_record(monkeypatch):
-    """Of two ranks that read the same: twice the tokens, but as many epochs."""
+    """Of two ranks that read the same."""
     monkeypatch.setattr("torchtitan.optim.loss.all_reduce", lambda sums, group: group.size() * sums)
     mesh = SimpleNamespace(loss_group=SimpleNamespace(size=lambda: 2))
     tally = SourceTally(2, np.full(8, 3), torch.device("cpu"))
     tally.add(torch.tensor([1]), torch.tensor([2.5]), torch.tensor([[3, 4]]))
-    assert tally.take(mesh, (0.5, 0.25)) == [[0, 0, 0, 0.5], [5, 4, 12, 0.25]]
-    assert tally.take(mesh, (0, 0)) == [[0] * 4] * 2
+    assert tally.take(mesh) == [[0, 0, 0], [5, 4, 12]]
+    assert tally.take(mesh) == [[0, 0, 0]] * 2

@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from torchtitan.data.encode import base as module
 from torchtitan.data.encode.base import pieces
 from torchtitan.data.encode.tiktoken_files import LLAMA3_PATTERN
 from torchtitan.data.encode.tokenizer import build_tokenizer
-from torchtitan.data.order.lanes import DocumentCursor, StreamLane
+from torchtitan.data.order.lanes import DocumentCursor, LaneReader, StreamLane
 from torchtitan.utils.assets import find_asset
 
 SHIPPED = "./tests/assets/tokenizer"
@@ -160,3 +161,8 @@ def test_a_resume_of_a_resume_within_a_long_document(monkeypatch):
         assert resumed.position() == position
         assert resumed.row(64).tolist() == row.tolist()
     assert position.cursor.position == 1, "it is in the second document"
+
+
+def test_the_epochs_of_lanes_are_averaged():
+    lanes = {i: SimpleNamespace(cursor=SimpleNamespace(epochs=x)) for i, x in ((0, 0.5), (3, 1.0))}
+    assert LaneReader("", (0, 1), lanes, 4).epochs == 0.75

@@ -424,6 +424,21 @@ def test_a_ring_by_hand():
     )
     once = 2048 * 2 * 1024 * 3 / H100.bandwidth(4, 1)  # 2,048 tokens' keys and values of 8 heads
     assert context_parallel(ring, H100, 0.0) == pytest.approx((2 * once, 2 * once + 4 * once))
+    # A gather hides behind attention to a quarter of the keys.
+    hidden, _ = context_parallel(ring, H100, 2 * once)
+    assert hidden == pytest.approx(1.5 * once)
+
+
+def test_an_exchange_of_heads_by_hand():
+    """Of 4 ranks, each keeps a quarter of queries, keys and values, and of the output."""
+    cp = (
+        "--parallelism.context_parallel_degree=4",
+        "--parallelism.context_parallel_method=ulysses",
+    )
+    heads = workload(NONE, "--model.flavor=8B", *ONE_ROW, *cp, world=4)
+    size = 2 * 2048 * (4096 + 2 * 1024 + 4096) * 3 / 4
+    once = size / H100.bandwidth(4, 1) + 2 * H100.launch
+    assert context_parallel(heads, H100, 0.0) == pytest.approx((once, once))
 
 
 @pytest.mark.parametrize("axis", ["data_parallel_shard", "tensor_parallel"])

@@ -120,6 +120,12 @@ def test_state_and_reduced_gradients_by_hand():
     assert _reduced_bytes(w) == pytest.approx(4 * (dense / 16 + experts / 4))
 
 
+def test_tensor_parallel_ranks_share_the_rows_of_experts():
+    for tp in (1, 2, 4):
+        w = workload(*LARGE, f"{TP}{tp}", world=tp)
+        assert sum(x.flops for x in w.linears if x.experts) == pytest.approx(2 * EXPERTS / tp)
+
+
 def test_exchanges_by_hand():
     """Rows go to the experts and back in each pass; full checkpointing repeats the forward's,
     selection keeps them.
