@@ -24,9 +24,9 @@ from torchtitan.telemetry.run_record import RunRecord
 from torchtitan.telemetry.scores import record_scores
 from torchtitan.telemetry.trackers.base import scalars
 from torchtitan.telemetry.trackers.jsonl import JsonlSink
+from torchtitan.train.built_in import Report
 from torchtitan.train.rank_main import _summarize
 from torchtitan.train.state import Progress
-from torchtitan.train.built_in import Report
 from torchtitan.utils import activity as phases
 from torchtitan.utils import device
 from torchtitan.utils.activity import phase

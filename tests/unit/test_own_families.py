@@ -83,7 +83,7 @@ def test_flops_that_are_declared_wrongly():
     warning = flops_mismatch(spec, args, 512)
     products = {n: 6 * (n * 256 * 768 + 4 * 256 * 256 + 2 * 512 * 256) + 2048 * 256 for n in (2, 3)}
     assert f"declares {6 * products[3]:.4g} FLOPs per token" in warning
-    assert f"{products[3] / products[2] - 1:.0%} more than the {6 * products[2]:.4g} of" in warning
+    assert f"{products[3] / products[2] - 1:+.0%} to the {6 * products[2]:.4g} of" in warning
     assert "pass module_flops= to its ModelSpec" in warning
 
     def flops(args, seq_len):

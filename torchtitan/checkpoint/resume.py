@@ -32,11 +32,21 @@ _NUMBERS = (
 )
 """Beginnings of the keys that change what a run computes, apart from rounding."""
 _SAME_NUMBERS = (
-    *("training.steps", "lr_scheduler.total_steps", "lr_scheduler.warmup_steps"),  # more steps
-    *("training.local_batch_size", "training.loss_chunks", "training.enable_cpu_offload"),
-    *("training.dataloader.", "training.gc_", "optimizer.implementation", "ema.validation"),
-    *("ema.export", "model.print_after_conversion", "debug.report_device_syncs"),
-    *("guard.weight_hash_freq", "guard.straggler_"),
+    "training.steps",
+    "lr_scheduler.total_steps",
+    "lr_scheduler.warmup_steps",
+    "training.local_batch_size",
+    "training.loss_chunks",
+    "training.enable_cpu_offload",
+    "training.dataloader.",
+    "training.gc_",
+    "optimizer.implementation",
+    "ema.validation",
+    "ema.export",
+    "model.print_after_conversion",
+    "debug.report_device_syncs",
+    "guard.weight_hash_freq",
+    "guard.straggler_",
 )
 """Beginnings of keys among these that may differ when the same command is repeated."""
 

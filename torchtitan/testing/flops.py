@@ -29,9 +29,8 @@ def flops_mismatch(spec: ModelSpec, args: ModelArgs, seq_len: int) -> str | None
     declared = spec.flops_per_token(args, seq_len)
     if abs(declared - flops) <= _SAME * flops:
         return None
-    more = "more" if declared > flops else "less"
     return (
-        f"module_flops declares {declared:.4g} FLOPs per token, {abs(declared / flops - 1):.0%} "
-        f"{more} than the {flops:.4g} of the model's matrix products, and TFLOP/s and MFU are "
-        "off by as much; pass module_flops= to its ModelSpec"
+        f"module_flops declares {declared:.4g} FLOPs per token, {declared / flops - 1:+.0%} to the "
+        f"{flops:.4g} of the model's matrix products, and TFLOP/s and MFU are off by as much; pass "
+        "module_flops= to its ModelSpec"
     )
