@@ -35,6 +35,6 @@ export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 blocked=(env --block-signal=TERM --block-signal=USR1 --block-signal=INT --block-signal=HUP)
 "${blocked[@]}" true 2>/dev/null || blocked=(env)
 exec "${blocked[@]}" "$python" -m torchtitan train ${NGPU:+--nproc-per-node="$NGPU"} \
-    --nnodes="${NNODES:-1}" --rdzv-endpoint="${RDZV_ENDPOINT:-}" ${MAX_RESTARTS:+--max-restarts="$MAX_RESTARTS"} \
+    --nnodes="${NNODES:-1}" ${RDZV_ENDPOINT:+--rdzv-endpoint="$RDZV_ENDPOINT"} ${MAX_RESTARTS:+--max-restarts="$MAX_RESTARTS"} \
     ${NUMA_BINDING:+--numa-binding="$NUMA_BINDING"} -- \
     --job.config_file "${CONFIG_FILE:-$root/train_configs/debug_model.toml}" "$@"

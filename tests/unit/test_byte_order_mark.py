@@ -45,7 +45,7 @@ def write_texts(folder):
 
 
 def prompts(folder):
-    return _prompts(argparse.Namespace(prompt=[], prompts_file=str(folder / "prompts.txt")))
+    return _prompts(argparse.Namespace(prompt=[], prompts_file=folder / "prompts.txt"))
 
 
 def pipeline(folder):

@@ -18,7 +18,7 @@ def limits(monkeypatch, *flags, steps, stages=None):
     monkeypatch.setattr(built_in, "set_timeout", set_timeout)
     run = SimpleNamespace(config=config, progress=SimpleNamespace(step=0))
     monkeypatch.setattr(built_in, "_next_stage", lambda _: int(run.progress.step >= 5))
-    validate = SimpleNamespace(due=lambda run, _: run.progress.step % 2 == 0)
+    validate = SimpleNamespace(due=lambda run, *_: run.progress.step % 2 == 0)
     engine = SimpleNamespace(config=config, stage=0, setup=SimpleNamespace(stages=stages))
     callback = built_in.LimitCollectives(engine, None, [validate])
     seen = []

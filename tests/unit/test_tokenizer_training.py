@@ -236,7 +236,7 @@ REFUSED = {
         "4 special tokens need 260",
     ),
     "a word": (["--special-token", "ing"], "'ing' could be a word of a text"),
-    "empty": (["--special-token", ""], "'' could be a word of a text"),
+    "space": (["--special-token", " "], "' ' could be a word of a text"),
     "twice": (["--special-token", "<|end_of_text|>"], "is there twice"),
     "empty sample": (["--sample", "0.000001%"], "--sample: none of the"),
     "output is a file": (["--output", "/dev/null/x"], "--output: can't create the folder"),

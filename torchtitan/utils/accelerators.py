@@ -154,8 +154,8 @@ def missing_for_kernels() -> str:
     compilers = os.environ.get(variable, default)
     if not any(map(shutil.which, compilers.split())):
         return f"no compiler ({compilers}, or another by {variable})"
-    headers = Path(sysconfig.get_paths()["include"], "Python.h")
-    return "" if headers.exists() else f"no headers of Python ({headers}, as in python3-dev)"
+    headers = f"{sysconfig.get_paths()['include']}/Python.h"
+    return "" if os.path.exists(headers) else f"no headers of Python ({headers}, as in python3-dev)"
 
 
 def hardware_fault(error: BaseException, ordinal: int) -> str | None:

@@ -124,7 +124,8 @@ def regular_handle(path: str | Path, *, links: bool = False) -> int:
     kind = stat.S_IFMT(status.st_mode)
     number, problem = errno.EINVAL, "not a regular file"
     if kind == stat.S_IFREG:
-        if status.st_size >= _POINTER_BYTES or os.pread(handle, len(_POINTER), 0) != _POINTER:
+        if status.st_size >= _POINTER_BYTES or os.read(handle, len(_POINTER)) != _POINTER:
+            os.lseek(handle, 0, os.SEEK_SET)
             return handle
         number = errno.ENODATA
         problem = "a pointer of git-lfs, not the file: run `git lfs pull` in its repository"
