@@ -135,7 +135,7 @@ MASKS = {
     r"largest: \S+": "largest: #",
 }
 """What varies from machine to machine."""
-SHRUNK = r"(?<![\w.])[\d.,]*\d(?:e-\d+)?(?:/\d+)?|(?<=step-)\d+"
+SHRUNK = r"(?<![\w.])[\d.,]*\d(?:e-\d+)?(?:/\d+)?(?:K(?= tokens))?|(?<=step-)\d+"
 """Numbers of a training step, which differ in a shrunk run."""
 
 

@@ -18,7 +18,8 @@ EP = "--parallelism.expert_parallel_degree="
 
 
 def loads(folder):
-    return [json.loads(line) for line in (folder / "expert_load.jsonl").read_text().splitlines()]
+    lines = map(json.loads, (folder / "expert_load.jsonl").read_text().splitlines())
+    return [{key: line[key] for key in ("step", "steps", "rows")} for line in lines]
 
 
 def counting(argv):

@@ -302,8 +302,6 @@ def test_prompts_with_line_breaks_and_a_full_context(run, capsys, tmp_path):
 BAD = {
     "missing": ([], "nowhere does not exist"),
     "empty": (["--checkpoint=."], "holds no complete checkpoint"),
-    "top_p": (["--top-p=1.5"], "--top-p: got 1.5, must be above 0 and at most 1"),
-    "temperature": (["--temperature=-1"], "--temperature: got -1"),
     "long": (["--checkpoint=RUN", f"--prompt={'a b c d ' * 20}"], "the model reads 32"),
     "tokenizer": (["--checkpoint=RUN", "--assets=nowhere"], "--assets: nowhere does not exist"),
     "vocabulary": (["--checkpoint=RUN", "--assets=other"], "only 2048"),
