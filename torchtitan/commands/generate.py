@@ -37,14 +37,14 @@ def main(argv: list[str]) -> int:
 
 
 def _generate(options: argparse.Namespace, rank: int, world: int) -> int:
-    asked = _prompts(options)
+    inputs = _prompts(options)
 
     from torchtitan.inference.generator import SamplingSettings  # imports torch
     from torchtitan.inference.load import find, load, open_tokenizer
 
     source = find(options.checkpoint, options.custom_import, averaged=options.ema)
     tokenizer = open_tokenizer(source, options.assets)
-    texts, prompts = zip(*_encode(asked, tokenizer, chat=options.chat), strict=True)
+    texts, prompts = zip(*_encode(inputs, tokenizer, chat=options.chat), strict=True)
     if problems := list(_model_problems(source, prompts, world)):
         raise ConfigError(problems)
     length = min(source.args.max_seq_len, max(map(len, prompts)) + options.max_new_tokens)

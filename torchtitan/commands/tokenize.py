@@ -207,20 +207,20 @@ def _check_texts(corpus: Corpus, chat: Chat | None, split: HeldOutSplit | None) 
     Raises:
         UserError: there is none.
     """
-    missing = {False, True} if split else {False}
-    """Whether to hold out a document that is still to be found."""
+    sides = {False, True} if split else {False}
+    """Sides without a document so far: True is the held-out one."""
     count = 0
     for text, hash, _ in corpus.texts(lambda size: None):
         count += 1
         if chat:
             hash = hash_text(chat.rendered(text).text)[0]
         if text:
-            missing.discard(bool(split and split.choose(np.array([hash], np.uint64))[0]))
-        if not missing:
+            sides.discard(bool(split and split.choose(np.array([hash], np.uint64))[0]))
+        if not sides:
             return
     skipped = f"{show_bad_documents(corpus.skip_counts)} skipped"
-    if split and len(missing) == 1:
-        which = "none" if True in missing else "each"
+    if split and len(sides) == 1:
+        which = "none" if True in sides else "each"
         raise UserError(
             f"--held-out: {which} of {plural(count, 'document')} is held out, {skipped}; choose "
             "another share"

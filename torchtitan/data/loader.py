@@ -231,14 +231,14 @@ class StepLoader:
         """Log how often the only source is read, if that is more than once."""
         plans = self.spec.plans
         ends = [*(plan.first for plan in plans[1:]), steps]
-        planned = sum(
+        tokens = sum(
             max(0, min(end, steps) - plan.first) * plan.tokens
             for plan, end in zip(plans, ends, strict=True)
         )
         sizes = [source.tokens() for source in self.sources.values()]
-        if len(sizes) == 1 and sizes[0] and planned > sizes[0]:
-            log = logger.warning if planned > USEFUL_EPOCHS * sizes[0] else logger.info
-            log(f"{self.spec.section}.steps: {show_epochs(planned, sizes[0])}")
+        if len(sizes) == 1 and sizes[0] and tokens > sizes[0]:
+            log = logger.warning if tokens > USEFUL_EPOCHS * sizes[0] else logger.info
+            log(f"{self.spec.section}.steps: {show_epochs(tokens, sizes[0])}")
 
     def _announce_changes(self, before: set[str]) -> None:
         now = set(self.sources)

@@ -26,9 +26,9 @@ def init_distributed(comm: Comm, device: torch.device) -> None:
     silence_false_alarms()
     run_gloo_in_order()
     rank, world = rank_and_world()
-    missing = sorted({"RANK", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys())
-    if world > 1 and missing:
-        names = ", ".join(missing)
+    unset = sorted({"RANK", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys())
+    if world > 1 and unset:
+        names = ", ".join(unset)
         raise ConfigError([f"WORLD_SIZE={world} without {names}: torchrun sets all, or unset it"])
     timeout = timedelta(seconds=comm.init_timeout_seconds)
     on_cuda = device.type == "cuda"

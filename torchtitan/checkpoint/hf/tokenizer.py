@@ -136,7 +136,7 @@ def _added_token(id: int, name: str, *, special: bool = True) -> dict[str, Any]:
 
 
 def _merges(ranks: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Every split of a token into two tokens, those of low rank first."""
+    """Every split of a token into two tokens, the lowest ranks first."""
     merges = []
     for token in sorted(ranks, key=ranks.__getitem__):
         cuts = ((token[:i], token[i:]) for i in range(1, len(token)))

@@ -47,12 +47,12 @@ class JsonlSink:
         aside = list(_lines(self.abandoned))
         back = list(filter(fits, aside))
         # A record of an earlier version has no branch by which it could come back.
-        left = [line for line in lines + aside if line.branch and not fits(line)]
-        if left or back:
-            self.abandoned.replace("".join(line.text for line in left))
+        others = [line for line in lines + aside if line.branch and not fits(line)]
+        if others or back:
+            self.abandoned.replace("".join(line.text for line in others))
         if lines or back:
-            kept = sorted([*filter(fits, lines), *back], key=attrgetter("step"))
-            self.file.replace("".join(line.text for line in kept))
+            history = sorted([*filter(fits, lines), *back], key=attrgetter("step"))
+            self.file.replace("".join(line.text for line in history))
         return [json.loads(line.text) for line in back]
 
 
