@@ -151,7 +151,7 @@ def test_doctor_reports_this_machine(install, monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     refuse_unusable(8)
     assert doctor.main([]) == 0
-    assert capsys.readouterr().out.startswith("This machine has no GPU (there is no nvidia-smi)")
+    assert capsys.readouterr().out.startswith("No GPU is used (there is no nvidia-smi)")
     values = ", ".join(HEALTHY.values())
     install(f"case $1 in\n*uuid*) echo {values};;\n*) echo 0;;\nesac")
     monkeypatch.setattr("torch.version.cuda", None)
@@ -159,9 +159,14 @@ def test_doctor_reports_this_machine(install, monkeypatch, capsys):
     for main in (partial(doctor.main, []), partial(refuse_unusable, 2), current_device):
         with pytest.raises(UserError, match=r"is built for the CPU.*CUDA_VISIBLE_DEVICES= "):
             main()
+    install("echo Failed to initialize NVML: Driver/library version mismatch; exit 18")
+    for main in (partial(doctor.main, []), partial(refuse_unusable, 2), current_device):
+        with pytest.raises(UserError, match=r"NVML: Driver/library version mismatch\. To compute"):
+            main()
+    install(f"case $1 in\n*uuid*) echo {values};;\n*) echo 0;;\nesac")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # asks for the CPU
     assert current_device().type == "cpu"
-    text = "This machine has no GPU (CUDA_VISIBLE_DEVICES hides 1); torch "
+    text = "No GPU is used (CUDA_VISIBLE_DEVICES hides 1); torch "
     assert str(read_accelerators()).startswith(text)
 
 

@@ -103,7 +103,7 @@ def test_generators_are_read_only_for_modules_that_may_be_random(monkeypatch):
         ({"mode": "selective", "selective_ac_option": "3"}, PER_BLOCK, 1),
         # Kept are the first, third, fifth and seventh.
         ({"mode": "selective", "selective_ac_option": "op"}, 4 * 3, 0),
-        # w1 and w3 have a shape of their own; of the other five, three are kept.
+        # w1 and w3 have a shape of their own; of the kept ones, w1 isn't any more.
         (
             {
                 "mode": "selective",

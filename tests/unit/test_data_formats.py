@@ -85,6 +85,9 @@ def test_bad_values_of_parquet(tmp_path):
         assert read(path, on_bad_document="skip") == expected
         documents = LocalDocuments(str(path), "key", on_bad_document="skip")
         assert documents.skip_counts == {"null text": 1, "not UTF-8": 2}
+        table = pa.table({"text": part})
+        pyarrow.feather.write_feather(table, str(tmp_path / "y.arrow"), compression="uncompressed")
+        assert read(tmp_path / "y.arrow", on_bad_document="skip") == expected
     with pytest.raises(UserError, match=r"row 2: column 'text' is null"):
         read(path)
 

@@ -268,6 +268,8 @@ def test_every_end_of_text_counts(tmp_path):
     write_model(tmp_path, "llama3", {"eos_token_id": 5})
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 7, 999999]}')
     assert open_hf(tmp_path).ends == [5, 7]
+    (tmp_path / "generation_config.json").write_text('{"stop_strings": ["NaN"]}')
+    assert open_hf(tmp_path).generation == {"stop_strings": ["NaN"]}
     (tmp_path / "generation_config.json").write_text('{"temperature": 1e999}')
     with pytest.raises(UserError, match=r"generation_config.json holds NaN or Infinity"):
         open_hf(tmp_path)

@@ -13,7 +13,7 @@ from torchtitan.commands import eval as eval_command
 from torchtitan.commands import train as launcher
 from torchtitan.train import rank_main
 from torchtitan.utils.errors import ConfigError
-from torchtitan.utils.process import rank_and_world, reporting_rank
+from torchtitan.utils.process import rank_and_world, reporting_rank, run_main
 
 WRITES = """
 import os, subprocess, sys
@@ -134,6 +134,8 @@ def test_a_pod_is_named_its_command(monkeypatch, capsys):
     with pytest.raises(ConfigError, match="--nnodes 2 --rdzv-endpoint run-0:23456`"):
         launcher.main(["--nproc-per-node=8"])
     assert (reporting_rank(), rank_and_world()) == (1, (1, 2))
+    assert run_main(launcher.main, ["--nproc-per-node=8"], rank=1) == 2
+    assert "--rdzv-endpoint run-0:23456`" in capsys.readouterr().err
     monkeypatch.setenv("RDZV_SECRET", "0" * 32)
     with pytest.raises(ConfigError, match="did you mean"):
         launcher.main(

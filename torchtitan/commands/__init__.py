@@ -66,6 +66,8 @@ REPLACEMENTS = {
     "plan --calibrate": "name the hardware file of `--from-run DIR` with --output FILE",
     "plan --mtbf": "`torchtitan report` shows the goodput of runs; checkpoint.interval sets what a "
     "failure can cost",
+    "plan --restart": "`torchtitan report` shows the goodput of runs",
+    "plan --storage": "`torchtitan report` shows the goodput of runs",
     "plan --try": "write one layout at a time with `--search --write FILE`, and train each",
     "submit --to": "edit examples/kubernetes/train.yaml or examples/sky/train.yaml",
     "submit --grid": "--runs FILE has a line of flags for each run",

@@ -219,7 +219,8 @@ class StepLoader:
                     f"source reaches max_epochs); set training.steps = {enough}, or raise "
                     "max_epochs"
                 )
-        self._announce_epochs(steps)
+        if first < steps:
+            self._announce_epochs(steps)
         ends = exhaustion_steps(plans, remaining_tokens, range(first, steps + rewound - 1))
         for name, read in ends.items():
             logger.warning(

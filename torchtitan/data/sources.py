@@ -441,7 +441,8 @@ class StreamSource(_LaneSource):
         # the whole stream. A pass opens few shards.
         lanes = math.gcd(max(spec.batch_sizes) if spec.infinite else 8, stream.num_shards)
         reading = f"; chat template {chat.fingerprint}" if chat else ""
-        super().__init__(Contents(f"stream of {source.dataset}{reading}"), lanes, spec, retry, chat)
+        name = " ".join(filter(None, (source.dataset, source.dataset_path)))
+        super().__init__(Contents(f"stream of {name}{reading}"), lanes, spec, retry, chat)
         self.stream = stream
         self.column = source.column
 

@@ -42,6 +42,9 @@ Gpu = Mapping[str, str]
 """A GPU's values by field of `nvidia-smi --help-query-gpu`; `[N/A]` if not supported."""
 
 
+_NO_TOOL = "there is no nvidia-smi"
+
+
 class NoDriver(Exception):
     """`nvidia-smi` is missing, fails or hangs; the message is a clause with the reason."""
 
@@ -60,7 +63,7 @@ def query(fields: Sequence[str], gpu: str = "") -> list[dict[str, str]]:
             query_command(fields, gpu), capture_output=True, text=True, timeout=_SECONDS
         )
     except FileNotFoundError:
-        raise NoDriver("there is no nvidia-smi") from None
+        raise NoDriver(_NO_TOOL) from None
     except subprocess.TimeoutExpired:
         raise NoDriver(f"nvidia-smi doesn't answer within {_SECONDS} seconds") from None
     except OSError as error:
@@ -229,7 +232,7 @@ class Accelerators:
                 reason = f"CUDA_VISIBLE_DEVICES hides {self.n_hidden}"
             if self.unused:
                 reason += f"; GPUs that are not supported: {self.unused}"
-            return f"This machine has no GPU ({reason}); torch {self.torch} computes on the CPU."
+            return f"No GPU is used ({reason}); torch {self.torch} computes on the CPU."
         kinds = ", ".join(f"{count} x {name}" for name, count in Counter(self.names).items())
         driver = f"driver {self.gpus[0]['driver_version']}, " if self.gpus else ""
         return f"{kinds}: {driver}CUDA {self.cuda}, NCCL {self.nccl}, torch {self.torch}."
@@ -240,8 +243,9 @@ class Accelerators:
         Raises:
             ConfigError: it can't, with the reason.
         """
-        if not self.names and (self.gpus or self.n_hidden):
-            reason = self._reason()
+        broken = self.driver_error != _NO_TOOL and self.driver_error
+        if not self.names and (self.gpus or self.n_hidden or broken):
+            reason = broken or self._reason()
             raise ConfigError(
                 [f"{reason}. To compute on the CPU, set CUDA_VISIBLE_DEVICES= (empty)"]
             )

@@ -26,7 +26,7 @@ def current_device() -> torch.device:
     """This rank's device. On CUDA, also makes it the current device.
 
     Raises:
-        UnusableGpuError: torch can't use this machine's GPUs, and the CPU wasn't asked for.
+        ConfigError: torch can't use this machine's GPUs, and the CPU wasn't asked for.
     """
     refuse_unusable(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     if device_type() == "cpu":

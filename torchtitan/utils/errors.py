@@ -42,7 +42,7 @@ class ConfigError(UserError):
             where: the location that the heading of several problems names.
             advice: a line after them.
         """
-        self.problems = [cut(problem, PROBLEM_CHARACTERS) for problem in problems]
+        self.problems = [cut(problem, PROBLEM_CHARACTERS) for problem in dict.fromkeys(problems)]
         self.where = where
         self.advice = advice
         lines = self.summary()

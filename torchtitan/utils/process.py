@@ -180,8 +180,8 @@ def _run_main(main: Callable[[list[str]], int | None], argv: list[str], rank: in
         if isinstance(error.__cause__, BrokenPipeError) and _nobody_reads():
             return 128 + signal.SIGPIPE
         reports = rank == 0 or not error.on_all_ranks
-        if isinstance(error, ConfigError) and os.environ.get("LOCAL_RANK") == "0":
-            reports = True  # only this node may have it
+        if "RANK" in os.environ and first_of_node() and isinstance(error, ConfigError):
+            reports = True  # only this node, or this pod, may have it
         if reports:
             report(error)
         tell_torchrun(error_text(error), wait=not reports)

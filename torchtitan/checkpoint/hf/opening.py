@@ -98,13 +98,15 @@ def _read_generation(folder: Path, vocab_size: int) -> tuple[list[int], dict[str
             content = read_json_object(file) if file.is_file() else {}
         except (OSError, ValueError) as error:
             raise CheckpointError(str(error)) from None
-        if "NaN" in (text := json.dumps(content)) or "Infinity" in text:  # no manifest can hold it
-            raise CheckpointError(f"{file} holds NaN or Infinity")
         eos = content.pop("eos_token_id", None)
         ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
         # transformers writes defaults of its classes there, which small vocabularies lack
         ends += [i for i in ids if type(i) is int and 0 <= i < vocab_size]
     content.pop("transformers_version", None)
+    try:
+        json.dumps(content, allow_nan=False)
+    except ValueError:  # no manifest can hold it
+        raise CheckpointError(f"{file} holds NaN or Infinity") from None
     return list(dict.fromkeys(ends)), content
 
 

@@ -126,6 +126,7 @@ def arrow_rows(file: IO[bytes], column: str) -> Iterator[Any]:
         DataError: it is no Arrow file, or damaged.
     """
     import pyarrow
+    from pyarrow import types
 
     with _damage_reported("an Arrow file"):
         start = file.read(len(_ARROW_FILE))
@@ -140,7 +141,10 @@ def arrow_rows(file: IO[bytes], column: str) -> Iterator[Any]:
         if index is None:
             raise no_column_error(column, table.schema.names)
         for batch in batches:
-            batch.column(index).validate(full=True)  # else its offsets may lie beyond its bytes
+            values = batch.column(index)
+            if types.is_string(values.type) or types.is_large_string(values.type):
+                values = _as_binary(values)  # a document that isn't UTF-8 may be skipped
+            values.validate(full=True)  # else its offsets may lie beyond its bytes
             yield from _rows(batch, column)
 
 

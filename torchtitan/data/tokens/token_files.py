@@ -14,7 +14,7 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,7 +60,7 @@ class _Meta(BaseModel):
     """Ids of each of the rows that documents were packed into; None: they follow one another."""
     end_of_document: int | None = None
     """The id that ends documents, if the writer recorded it."""
-    stop_ids: list[int] = []
+    stop_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field([], max_length=1000)
     """Ids that end an answer in conversations, beside the end of a document."""
     hash: str = Field("", pattern=r"^[0-9a-f]{0,64}$")
     """Hash of the token file, from its writer."""

@@ -127,8 +127,8 @@ def _contexts(
 
     Args:
         saved_operations: their results are always saved.
-        recomputed_shapes: shapes of the weights whose matrix products are always recomputed. Every
-            second result of the other products is saved.
+        recomputed_shapes: shapes of the weights whose matrix products are always recomputed. Of
+            all products, these included, every second result is saved, so a name changes no other.
     """
     products = {False: 0, True: 0}
     """Matrix products so far, by `context.is_recompute`."""
@@ -137,10 +137,8 @@ def _contexts(
         if name not in _MATMULS:
             return name in saved_operations
         weight = inputs[-1] if name == "aten::addmm" else inputs[1]
-        if tuple(weight.shape) in recomputed_shapes:
-            return False
         products[is_recompute] += 1
-        return products[is_recompute] % 2 == 1
+        return products[is_recompute] % 2 == 1 and tuple(weight.shape) not in recomputed_shapes
 
     def policy(context: Any, operation: Any, *inputs: Any, **_: Any) -> CheckpointPolicy:
         name = operation.name() if callable(getattr(operation, "name", None)) else str(operation)

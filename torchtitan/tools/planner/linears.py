@@ -85,9 +85,9 @@ def block_linears(
         name = layer.name
         if name in ("moe.shared.w1", "moe.experts.w1") and (tp > 1 or ep > 1):
             products = 0  # a separate region
-        saveable = _shape(layer) not in forced_shapes
-        products += saveable
-        every_second = selects_operations(ac) and saveable and products % 2 == 1
+        products += 1
+        saveable = products % 2 == 1 and _shape(layer) not in forced_shapes
+        every_second = selects_operations(ac) and saveable
         # No gradient needs this result: the compiler drops it.
         dropped = name == "feed_forward.w2" and compiles_blocks(config)
         linear = Linear(
