@@ -28,7 +28,7 @@ def test_its_loss_falls_as_its_comment_says(file, tmp_path):
     losses = {record["step"]: record["loss"] for record in records if "loss" in record}
     assert losses[1] == pytest.approx(8.1, abs=0.3)
     assert last["validation_loss"] < 6.5
-    comment = re.search(r"falls from 8.1 to (?:about )?([\d.]+)(?: in (\d+))?", file.read_text())
+    comment = re.search(r"falls from 8.1 to (?:about )?(\d+\.\d)(?: in (\d+))?", file.read_text())
     if comment:
         loss = losses[int(comment[2] or max(losses))]
         assert loss == pytest.approx(float(comment[1]), abs=0.3), "one batch's, so it is noisy"
