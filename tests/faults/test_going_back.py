@@ -2,6 +2,7 @@
 left.
 """
 
+from contextlib import suppress
 from unittest import mock
 
 import pytest
@@ -134,6 +135,61 @@ def test_killed_while_it_marks_them_the_next_start_does_the_rest(folder):
     (folder / "step-8" / ABANDONED).write_bytes(b"")  # cut off
     assert abandoned_at(folder / "step-8") == 0
     assert start(folder) == 2
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_killed_at_any_moment_of_a_return_nothing_saved_later_is_abandoned(folder, cut, caplog):
+    """Back from 8 to 4, on to 10, and back to 8. `cut`: each kill leaves a written file empty."""
+    logger.addHandler(caplog.handler)
+    name = "write_file" if cut else "patiently"  # every access to files
+    real = getattr(commit, name)
+
+    def state():
+        steps = committed_steps(folder, abandoned=True)
+        return committed_steps(folder), {s: abandoned_at(folder / f"step-{s}") for s in steps}
+
+    def save(*steps):
+        for step in steps:
+            (folder / f"step-{step}").mkdir(parents=True, exist_ok=True)
+            (folder / f"step-{step}" / commit.MANIFEST).write_bytes(b"{}")
+
+    def kill(after):
+        def counted(path, action):
+            after[0] -= 1
+            if after[0] < 0:
+                if cut:
+                    path.write_bytes(b"")
+                raise Killed
+            return real(path, action)
+
+        return mock.patch.object(commit, name, counted)
+
+    for moment in range(100):
+        storage.delete_tree(folder)
+        save(2, 4, 6, 8)
+        commit.go_back(folder, 4)
+        save(10)
+        before = state()
+        after = [moment]
+        with kill(after), suppress(Killed):
+            commit.go_back(folder, 8)
+        caplog.clear()
+        killed = state()
+        assert commit.prepare(folder) is None
+        logged = "goes back to step 8: step-10 in" in caplog.text
+        assert logged == (10 in killed[0] and 10 not in state()[0])
+        if state() == before:
+            commit.go_back(folder, 8)
+        assert state() == ([2, 4, 8], {6: 4, 10: 4})
+        assert not (folder / "going-back").exists()
+        save(12, 14)
+        assert commit.prepare(folder) is None
+        commit.go_back(folder, 14)
+        assert state() == ([2, 4, 8, 12, 14], {6: 4, 10: 4})
+        if after[0] >= 0:
+            break
+    logger.removeHandler(caplog.handler)
+    assert 1 < moment < 99
 
 
 def test_retention_deletes_abandoned_steps_first_but_only_those_behind(folder):

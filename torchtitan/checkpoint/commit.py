@@ -185,15 +185,13 @@ def _step_in(mark: Path) -> int | None:
     return int(text) if text.isdigit() else 0
 
 
-def go_back(folder: Path, step: int) -> list[int]:
-    """Abandon the checkpoints that a run doesn't continue when it goes on from `step`.
+def go_back(folder: Path, step: int) -> None:
+    """Abandon the checkpoints that a run doesn't continue when it goes on from `step`, and log
+    them.
 
     These are the later checkpoints. If `step` itself was abandoned, they are the checkpoints since
     the run went back, and `step` is no longer abandoned. After a crash in between, `prepare`
     completes the change.
-
-    Returns:
-        The newly abandoned steps, oldest first.
     """
     earlier = abandoned_at(step_folder(folder, step))
     fork = step if earlier is None else earlier
@@ -201,16 +199,22 @@ def go_back(folder: Path, step: int) -> list[int]:
     abandoned = [
         other
         for other in committed_steps(folder, abandoned=True)
-        if other != step and (abandoned_at(step_folder(folder, other)) or 0) > fork
+        if other != step and not 0 < (abandoned_at(step_folder(folder, other)) or 0) <= fork
     ]
     if not later and not abandoned and earlier is None:
-        return []
+        return
     write_file(folder / _GOING_BACK, str(step).encode())
     for other in [*later, *abandoned]:
         write_file(step_folder(folder, other) / ABANDONED, str(fork).encode())
     for mark in (step_folder(folder, step) / ABANDONED, folder / _GOING_BACK):
         patiently(folder, partial(mark.unlink, missing_ok=True))
-    return later
+    if later:
+        logger.warning(
+            f"The run goes back to step {step}: {listed(f'step-{other}' for other in later)} in "
+            f"{folder} {'is' if len(later) == 1 else 'are'} abandoned, as are exports of them. "
+            "No start resumes an abandoned step, unless checkpoint.load_step names it",
+            extra=event("abandoned", step, steps=later, folder=str(folder)),
+        )
 
 
 def leftovers(folder: Path) -> list[Path]:
@@ -256,8 +260,11 @@ def prepare(folder: Path) -> str | None:
             probe = folder / ".writable"
             patiently(probe, probe.touch)
             patiently(probe, probe.unlink)
-        if step := _step_in(folder / _GOING_BACK):
+        mark = folder / _GOING_BACK
+        if step := _step_in(mark):
             go_back(folder, step)
+        # After a crash it may be cut off, or remain although nothing else is left to do.
+        patiently(mark, partial(mark.unlink, missing_ok=True))
         if remains := clean(folder):
             logger.info(f"Removed the remains of an interrupted save: {', '.join(remains)}")
         if strays := [path.name for path in unrecognized_folders(folder)]:

@@ -274,15 +274,7 @@ class Checkpointer:
 
     def _settle(self, step: int) -> None:
         try:
-            abandoned = go_back(self.folder, step)
-            if abandoned:
-                names = listed(f"step-{other}" for other in abandoned)
-                logger.warning(
-                    f"The run goes back to step {step}: {names} in {self.folder} "
-                    f"{'is' if len(abandoned) == 1 else 'are'} abandoned, as are exports of them. "
-                    "No start resumes an abandoned step, unless checkpoint.load_step names it",
-                    extra=event("abandoned", step, steps=abandoned, folder=str(self.folder)),
-                )
+            go_back(self.folder, step)
             self._purge(step)
         except OSError as error:
             raise CheckpointError(
