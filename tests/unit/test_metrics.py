@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+from contextlib import suppress
 from types import SimpleNamespace
 from unittest import mock
 
@@ -30,6 +31,7 @@ from torchtitan.train.state import Progress
 from torchtitan.utils import activity as phases
 from torchtitan.utils import device
 from torchtitan.utils.activity import phase
+from torchtitan.utils.run_files import RunFile
 
 KEYS = {
     "step",
@@ -250,6 +252,55 @@ def test_records_follow_the_branches_of_checkpoints(one_rank, tmp_path):
     assert [call[1] if call[0] == "rewind" else call[1]["step"] for call in calls[:3]] == [4, 5, 6]
     assert both(9, branches=saved[3]) == third
     assert both(5, branches=saved[3]) == third[:5]
+
+
+@pytest.mark.parametrize("kill", range(4))
+def test_a_kill_while_records_follow_loses_none_and_doubles_none(tmp_path, monkeypatch, kill):
+    """8 steps, back to 4, on to 6, and back to 8: as without the kill before replacement `kill`."""
+    history = History()
+    sink = JsonlSink(tmp_path / "metrics.jsonl", history)
+
+    def steps(path):
+        return [(line["step"], line["branch"]) for line in map(json.loads, path.open())]
+
+    history.branches = {"a": 1}
+    for step in range(1, 9):
+        sink.log({"step": step})
+    history.branches = {"a": 1, "b": 5}
+    sink.follow(4)
+    for step in (5, 6, 6):
+        sink.log({"step": step})
+    history.branches = {"a": 1, "c": 9}
+    real, calls = RunFile.replace, []
+
+    def replace(file, text):
+        calls.append(file)
+        if len(calls) == kill + 1:
+            raise KeyboardInterrupt
+        real(file, text)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFile, "replace", replace)
+        with suppress(KeyboardInterrupt):
+            back = sink.follow(8)
+    assert len(calls) == min(kill + 1, 3)
+    again = sink.follow(8)
+    assert [record["step"] for record in (back if kill == 3 else again)] == [5, 6, 7, 8]
+    assert steps(sink.file.path) == [(step, "a") for step in range(1, 9)]
+    assert steps(sink.abandoned.path) == [(5, "b"), (6, "b"), (6, "b")]
+
+
+def test_abandoned_records_without_a_branch_are_set_aside_for_good(tmp_path):
+    """They are of an earlier version, or scores of its checkpoints."""
+    record_scores(tmp_path, 3, {"acc": 0.5}, {}, abandoned=True)
+    for step in (2, 4):
+        record_scores(tmp_path, step, {"acc": 0.25}, {})
+    sink = JsonlSink(tmp_path / "evals.jsonl", History())
+    for _ in range(2):
+        assert sink.follow(3) == []
+        assert [record["step"] for record in read_metrics(tmp_path, "evals")] == [2]
+        aside = read_metrics(tmp_path, "abandoned-evals")
+        assert sorted(record["step"] for record in aside) == [3, 4]
 
 
 def test_a_new_run_does_not_overwrite_an_old_ones_metrics(tmp_path):

@@ -1,7 +1,7 @@
 """`metrics.jsonl` and the files beside it."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
@@ -35,24 +35,32 @@ class JsonlSink:
 
     def follow(self, step: int) -> list[Record]:
         """Keep the records of the history up to `step`, and move all others to the abandoned ones.
+        A kill in between loses none.
 
         Returns:
             The records that come back from there, as the run returns to their branch.
         """
 
-        def fits(line: _Line) -> bool:
-            return line.step <= step and line.branch in (None, self.history.branch_of(line.step))
-
         lines = list(_lines(self.file))
         aside = list(_lines(self.abandoned))
+        in_file = set(lines)
+
+        def fits(line: _Line) -> bool:
+            # A record of an earlier version has no branch by which it could come back.
+            ours = (
+                line.branch == self.history.branch_of(line.step) if line.branch else line in in_file
+            )
+            return line.step <= step and ours
+
         back = list(filter(fits, aside))
-        # A record of an earlier version has no branch by which it could come back.
-        others = [line for line in lines + aside if line.branch and not fits(line)]
-        if others or back:
-            self.abandoned.replace("".join(line.text for line in others))
+        both = lines + [line for line in aside if line not in in_file]
+        others = [line for line in both if not fits(line)]
+        if others + back != aside:
+            _replace(self.abandoned, others + back)
         if lines or back:
-            history = sorted([*filter(fits, lines), *back], key=attrgetter("step"))
-            self.file.replace("".join(line.text for line in history))
+            _replace(self.file, sorted(filter(fits, both), key=attrgetter("step")))
+        if back:
+            _replace(self.abandoned, others)
         return [json.loads(line.text) for line in back]
 
 
@@ -68,3 +76,7 @@ def _lines(file: RunFile) -> Iterator[_Line]:
         with suppress(ValueError, KeyError, TypeError, RecursionError):
             record = json.loads(text)
             yield _Line(int(record["step"]), record.get("branch"), f"{text}\n")
+
+
+def _replace(file: RunFile, lines: Iterable[_Line]) -> None:
+    file.replace("".join(line.text for line in lines))
