@@ -76,15 +76,16 @@ def peak_memory() -> tuple[float, float]:
 
 def gpu_sensors() -> dict[str, float]:
     """Utilization, power and temperature of this rank's GPU; empty without NVML's package."""
-    if device_type() != "cuda":
-        return {}
-    with suppress(Exception):  # NVML's own errors, such as of a sensor that the GPU lacks
-        return {
-            "gpu_utilization_pct": torch.cuda.utilization(),
-            "gpu_power_w": torch.cuda.power_draw() / 1000,
-            "gpu_temperature_c": torch.cuda.temperature(),
-        }
-    return {}
+    values = {}
+    if device_type() == "cuda":
+        for name, read, unit in (
+            ("gpu_utilization_pct", torch.cuda.utilization, 1),
+            ("gpu_power_w", torch.cuda.power_draw, 1000),
+            ("gpu_temperature_c", torch.cuda.temperature, 1),
+        ):
+            with suppress(Exception):  # NVML's own errors, such as of a sensor that the GPU lacks
+                values[name] = read() / unit
+    return values
 
 
 def available_memory(limits: Path = Path("/sys/fs/cgroup")) -> float:
