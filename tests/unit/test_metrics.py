@@ -17,6 +17,7 @@ from torchtitan.config import resolve
 from torchtitan.config.sections import schema
 from torchtitan.optim.loss import SourceTally
 from torchtitan.telemetry import experts as observed
+from torchtitan.telemetry import metrics as metrics_of_runs
 from torchtitan.telemetry.console import ConsoleSink, StageCost
 from torchtitan.telemetry.experts import read_loads
 from torchtitan.telemetry.history import History
@@ -56,6 +57,7 @@ KEYS = {
 def one_rank(monkeypatch):
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(metrics_of_runs, "from_rank_0", lambda value: value)
 
 
 def make(folder, start=0, total=20, peak=None, experts=False, history=None, **kwargs):
@@ -196,6 +198,10 @@ def test_sensors_of_a_gpu_are_recorded_where_nvml_has_them(one_rank, tmp_path, m
         raise ModuleNotFoundError("pynvml")
 
     monkeypatch.setattr(torch.cuda, "utilization", absent)
+    del sensors["gpu_utilization_pct"]
+    assert device.gpu_sensors() == sensors, "a GPU may lack a sensor"
+    monkeypatch.setattr(torch.cuda, "power_draw", absent)
+    monkeypatch.setattr(torch.cuda, "temperature", absent)
     assert device.gpu_sensors() == {}
 
 
@@ -252,6 +258,35 @@ def test_records_follow_the_branches_of_checkpoints(one_rank, tmp_path):
     assert [call[1] if call[0] == "rewind" else call[1]["step"] for call in calls[:3]] == [4, 5, 6]
     assert both(9, branches=saved[3]) == third
     assert both(5, branches=saved[3]) == third[:5]
+
+
+def test_all_ranks_follow_rank_0_whose_files_they_lack(one_rank, tmp_path, monkeypatch):
+    """4 steps, back to 2, and back to 4, whose steps 3 and 4 every rank's trackers get again."""
+    sent = []
+
+    def from_rank_0(value):
+        if dist.get_rank() == 0:
+            sent.append(value)
+        return sent[-1]
+
+    monkeypatch.setattr(metrics_of_runs, "from_rank_0", from_rank_0)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 2, "branch": "a"}\n')
+    aside = "".join(f'{{"step": {step}, "branch": "a"}}\n' for step in (3, 4))
+    (tmp_path / "abandoned-metrics.jsonl").write_text(aside)
+    calls, branches = [], []
+    for rank in (0, 1):
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        history = History()
+        history.branches = {"a": 1}
+        metrics = make(tmp_path, start=4, history=history)
+        metrics.trackers.call = lambda *call: calls.append(call)
+        metrics.continue_after(4)
+        metrics.close()
+        branches.append(history.branches)
+    assert branches[0] == branches[1]
+    assert list(branches[0].values()) == [1, 5]
+    records = [("log", {"step": step, "branch": "a"}) for step in (3, 4)]
+    assert calls[:3] == calls[3:] == [("rewind", 2), *records]
 
 
 @pytest.mark.parametrize("kill", range(4))

@@ -14,6 +14,7 @@ from torch import Tensor
 from torchtitan.config.registry import Custom
 from torchtitan.config.sections import schema
 from torchtitan.config.sections.metrics import Metrics
+from torchtitan.parallel.agree import from_rank_0
 from torchtitan.telemetry.console import ConsoleSink, StageCost
 from torchtitan.telemetry.experts import DeadExperts, ExpertLoads, Overload, read_loads
 from torchtitan.telemetry.history import History
@@ -196,12 +197,13 @@ class MetricsReporter:
         return loads.summary() | {"dead_experts": dead}
 
     def continue_after(self, step: int) -> None:
-        """Begin a branch of the history after `step`, and let the records follow it. Most trackers
-        keep the abandoned values beside the new ones.
+        """Begin a branch of the history after `step`, the same on all ranks, and let the records
+        follow it. Most trackers keep the abandoned values beside the new ones.
         """
         self.history.begin(step)
         restored = {name: file.follow(step) for name, file in self.files.items()}
-        records = restored.get("metrics", [])
+        branches = self.history.branches
+        self.history.branches, records = from_rank_0((branches, restored.get("metrics", [])))
         self.trackers.call("rewind", min([step, *(record["step"] - 1 for record in records)]))
         for record in records:
             self.trackers.call("log", record)
