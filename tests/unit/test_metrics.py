@@ -330,12 +330,15 @@ def test_abandoned_records_without_a_branch_are_set_aside_for_good(tmp_path):
     record_scores(tmp_path, 3, {"acc": 0.5}, {}, abandoned=True)
     for step in (2, 4):
         record_scores(tmp_path, step, {"acc": 0.25}, {})
+    foreign = '{"step": 1, "branch": ["x"]}\n'
+    with (tmp_path / "abandoned-evals.jsonl").open("a") as file:
+        file.write(foreign)
     sink = JsonlSink(tmp_path / "evals.jsonl", History())
     for _ in range(2):
         assert sink.follow(3) == []
         assert [record["step"] for record in read_metrics(tmp_path, "evals")] == [2]
         aside = read_metrics(tmp_path, "abandoned-evals")
-        assert sorted(record["step"] for record in aside) == [3, 4]
+        assert sorted(record["step"] for record in aside) == [1, 3, 4]
 
 
 def test_a_new_run_does_not_overwrite_an_old_ones_metrics(tmp_path):

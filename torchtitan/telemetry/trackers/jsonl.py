@@ -40,22 +40,20 @@ class JsonlSink:
         Returns:
             The records that come back from there, as the run returns to their branch.
         """
-
         lines = list(_lines(self.file))
         aside = list(_lines(self.abandoned))
-        in_file = set(lines)
+        texts = {line.text for line in lines}
 
         def fits(line: _Line) -> bool:
             # A record of an earlier version has no branch by which it could come back.
-            ours = (
-                line.branch == self.history.branch_of(line.step) if line.branch else line in in_file
-            )
+            branch = self.history.branch_of(line.step)
+            ours = line.branch == branch if line.branch else line.text in texts
             return line.step <= step and ours
 
         back = list(filter(fits, aside))
-        both = lines + [line for line in aside if line not in in_file]
+        both = lines + [line for line in aside if line.text not in texts]
         others = [line for line in both if not fits(line)]
-        if others + back != aside:
+        if others or back:
             _replace(self.abandoned, others + back)
         if lines or back:
             _replace(self.file, sorted(filter(fits, both), key=attrgetter("step")))
