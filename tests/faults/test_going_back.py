@@ -13,9 +13,10 @@ from torchtitan.checkpoint import commit
 from torchtitan.checkpoint.commit import ABANDONED, abandoned_at, committed_steps
 from torchtitan.commands import ckpt
 from torchtitan.config import resolve
+from torchtitan.config.load.render import to_toml
 from torchtitan.train.preflight import preflight
 from torchtitan.utils import storage
-from torchtitan.utils.errors import ConfigError
+from torchtitan.utils.errors import CheckpointError, ConfigError
 from torchtitan.utils.logging import logger
 from torchtitan.utils.storage import storage_path
 
@@ -240,6 +241,28 @@ def test_a_missing_step_is_refused_before_the_start(tmp_path):
     with pytest.raises(ConfigError, match=r"load_step: .* has no step 9 \(it has: 4, 10\)"):
         preflight(resolve([*flags, "9"], 1).config)
     preflight(resolve([*flags, "4"], 1).config)
+
+
+def test_a_command_repeated_after_retention_deleted_its_step_continues(tmp_path):
+    folder = tmp_path / "checkpoint"
+    flags = ["--checkpoint.enable", f"--job.dump_folder={tmp_path}", "--checkpoint.load_step=2"]
+
+    def repeated(*more):
+        return resolve([*flags, *more], 1).config
+
+    same = to_toml(repeated("--training.steps=6"))
+    start(folder, 2, 4)
+    assert start(folder, 5, 6, load_step=2, keep_latest_k=2, config=same) == 2
+    assert committed_steps(folder) == [5, 6]
+    longer = repeated("--training.steps=8")
+    preflight(longer)
+    assert start(folder, load_step=2, config=to_toml(longer)) == 6
+    other = repeated("--training.steps=8", "--optimizer.lr=1")
+    message = rf"checkpoint.load_step: {folder} has no step 2 \(it has: 5, 6\)"
+    with pytest.raises(ConfigError, match=message):
+        preflight(other)
+    with pytest.raises(CheckpointError, match=message):
+        start(folder, load_step=2, config=to_toml(other))
 
 
 def test_the_commands_tell_them_apart(tmp_path, capsys):

@@ -201,10 +201,11 @@ def go_back(folder: Path, step: int) -> None:
         for other in committed_steps(folder, abandoned=True)
         if other != step and not 0 < (abandoned_at(step_folder(folder, other)) or 0) <= fork
     ]
-    if not later and not abandoned and earlier is None:
+    others = later + abandoned
+    if not others and earlier is None:
         return
     write_file(folder / _GOING_BACK, str(step).encode())
-    for other in [*later, *abandoned]:
+    for other in others:
         write_file(step_folder(folder, other) / ABANDONED, str(fork).encode())
     for mark in (step_folder(folder, step) / ABANDONED, folder / _GOING_BACK):
         patiently(folder, partial(mark.unlink, missing_ok=True))
@@ -315,12 +316,11 @@ def purge(folder: Path, keep_latest: int, keep_every: int, newest: int) -> None:
         return
     for step in steps:
         remove(step_folder(folder, step))
-    names = listed(f"step-{step}" for step in steps)
     exceptions = f", and not multiples of {keep_every}" if keep_every else ""
-    record = event("deleted", newest, steps=steps, folder=str(folder))
     logger.info(
-        f"Deleted {names} from {folder}: older than the newest {keep_latest}{exceptions}",
-        extra=record,
+        f"Deleted {listed(f'step-{step}' for step in steps)} from {folder}: older than the newest "
+        f"{keep_latest}{exceptions}",
+        extra=event("deleted", newest, steps=steps, folder=str(folder)),
     )
 
 

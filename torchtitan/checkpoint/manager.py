@@ -16,7 +16,7 @@ from torchtitan.checkpoint.backend import Storage
 from torchtitan.checkpoint.commit import discard, go_back, prepare, purge, step_folder
 from torchtitan.checkpoint.format.manifest import CheckpointInfo, validate
 from torchtitan.checkpoint.load import PhaseError, describe
-from torchtitan.checkpoint.resume import Resumed, agreed_steps, load_initial, load_newest, went_back
+from torchtitan.checkpoint.resume import Resumed, agreed_steps, load_initial, load_newest
 from torchtitan.checkpoint.save import Stager, Writer, build_stager, save
 from torchtitan.checkpoint.state import TrainedModel
 from torchtitan.config.sections import schema
@@ -240,22 +240,14 @@ class Checkpointer:
         if not self.config.enable:
             return None
         folder = self.folder
-        steps = agreed_steps(self.storage, folder)
         step = self.config.load_step
-        if step >= 0 and went_back(self.storage, folder, steps, step, self.run_info["config"]):
+        steps = agreed_steps(self.storage, folder, step, self.run_info["config"])
+        if steps and steps[-1] > step >= 0:
             logger.warning(
                 f"checkpoint.load_step = {step}: the same command has gone back to step {step} "
                 "before, and continues from what it has saved since. To go back once more, move "
                 f"{listed(f'step-{later}' for later in steps if later > step)} out of {folder}"
             )
-        elif step >= 0:
-            abandoned = agreed_steps(self.storage, folder, abandoned=True)
-            if step not in [*steps, *abandoned]:
-                have = ", ".join(map(str, sorted([*steps, *abandoned]))) or "none"
-                raise CheckpointError(
-                    f"checkpoint.load_step: {folder} has no step {step} (it has: {have})"
-                )
-            steps = [step]
         return self._at(
             load_newest(
                 self.storage, folder, steps, self.trained, exclude=self.config.exclude_from_loading
@@ -269,17 +261,19 @@ class Checkpointer:
         Raises:
             CheckpointError: the folder can't be written to.
         """
-        if self.saving and step:
-            together(lambda: self._settle(step) if dist.get_rank() == 0 else None)
 
-    def _settle(self, step: int) -> None:
-        try:
-            go_back(self.folder, step)
-            self._purge(step)
-        except OSError as error:
-            raise CheckpointError(
-                f"can't write to {self.folder}: {error.strerror or error}"
-            ) from error
+        def settle() -> None:
+            try:
+                if dist.get_rank() == 0:
+                    go_back(self.folder, step)
+                    self._purge(step)
+            except OSError as error:
+                raise CheckpointError(
+                    f"can't write to {self.folder}: {error.strerror or error}"
+                ) from error
+
+        if self.saving and step:
+            together(settle)
 
     def rewind(self, step: int) -> Resumed | None:
         """Load this run's newest complete checkpoint before `step`; None if there is none.

@@ -1,4 +1,7 @@
-"""Finding and loading a checkpoint. Every function is called by all ranks together."""
+"""Finding and loading a checkpoint.
+
+All ranks call each function together, except for `steps_to_resume`.
+"""
 
 import socket
 import time
@@ -134,44 +137,55 @@ def load_initial(
     return Resumed(manifest.step, manifest.state(), manifest, path)
 
 
-def agreed_steps(storage: Storage, folder: Path, *, abandoned: bool = False) -> list[int]:
-    """The steps that can be resumed, as rank 0 sees them.
+def agreed_steps(
+    storage: Storage, folder: Path, load_step: int = -1, config: str = ""
+) -> list[int]:
+    """`steps_to_resume`, as rank 0 sees them."""
 
-    Args:
-        abandoned: return the abandoned steps instead.
+    def look() -> list[int]:
+        if dist.get_rank():
+            return []
+        return steps_to_resume(storage, folder, load_step, config)
 
-    Raises:
-        CheckpointError: rank 0 can't read the folder.
-    """
-    steps: list[int] | str = []
-    if dist.get_rank() == 0:
-        try:
-            steps = storage.steps(folder, abandoned=abandoned)
-        except OSError as error:
-            steps = f"checkpoint.folder: can't read {folder}: {error.strerror or error}"
-    steps = from_rank_0(steps)
-    if isinstance(steps, str):
-        raise CheckpointError(steps)
-    return steps
+    return from_rank_0(together(look))
 
 
-def went_back(storage: Storage, folder: Path, steps: Sequence[int], step: int, config: str) -> bool:
-    """Whether the same command has gone back to `step` before, and has saved the newest of `steps`
-    since. It is the same if it computes the same numbers, on any layout and for any time.
+def steps_to_resume(storage: Storage, folder: Path, load_step: int, config: str) -> list[int]:
+    """The steps that a start may resume from, oldest first: all, or only `load_step` if it isn't
+    -1.
+
+    If the same command has gone back to `load_step` before, and has saved the newest step since, it
+    continues from there. It is the same if it computes the same numbers, on any layout and for any
+    time.
 
     Args:
         config: this run's configuration, as in manifests.
-    """
 
-    def look() -> bool:
-        for later in reversed([other for other in steps if other > step]):
+    Raises:
+        CheckpointError: there is no `load_step`, or the folder can't be read.
+    """
+    try:
+        steps = storage.steps(folder)
+        if load_step < 0:
+            return steps
+        for later in reversed([other for other in steps if other > load_step]):
             path = step_folder(folder, later)
             with suppress(DamageError, OSError):
                 settings = read_manifest(path, storage.manifest_bytes(path)).settings()
-                return _comparable(settings) == _comparable(tomli.loads(config))
-        return False
-
-    return from_rank_0(look() if dist.get_rank() == 0 else False)
+                if _comparable(settings) == _comparable(tomli.loads(config)):
+                    return steps
+                break
+        steps = sorted([*steps, *storage.steps(folder, abandoned=True)])
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoint.folder: can't read {folder}: {error.strerror or error}"
+        ) from None
+    if load_step in steps:
+        return [load_step]
+    raise CheckpointError(
+        f"checkpoint.load_step: {folder} has no step {load_step} (it has: "
+        f"{', '.join(map(str, steps)) or 'none'})"
+    )
 
 
 def _comparable(settings: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.config.derive import longest_row, stages_of
+from torchtitan.config.load.render import to_toml
 from torchtitan.config.registry import TRACKER_PACKAGES
 from torchtitan.config.rules import ABSENT, HERE, Accelerator, Facts, located, problems, with_ranks
 from torchtitan.config.sections.parallelism import Compile
@@ -29,7 +30,7 @@ from torchtitan.models.args import DecoderArgs
 from torchtitan.parallel.pipeline.split import PipelinePlan, assign_stages
 from torchtitan.train.inputs import NamedModel, open_inputs
 from torchtitan.utils.accelerators import missing_for_kernels
-from torchtitan.utils.errors import ConfigError
+from torchtitan.utils.errors import CheckpointError, ConfigError
 from torchtitan.utils.storage import is_url, storage_path
 from torchtitan.utils.torch_compat import torch_is_before_2_13
 from torchtitan.utils.torch_versions import installed_torch
@@ -95,6 +96,7 @@ def preflight(
     reasons: list[str] = []
     model = read_model(config, reasons)
     inputs = open_inputs(config, model, reasons)
+    reasons += _step_problems(config)
     facts = replace(machine_facts(config), **model.facts, **inputs.facts)
     if device is not None:
         facts = replace(facts, device=device)
@@ -217,19 +219,33 @@ def machine_facts(config: Config) -> Facts:
         torch=installed_torch(),
         old_torch=torch_is_before_2_13(),
         folders={path for path in folders if os.path.isdir(storage_path(path))},
-        checkpoints=_checkpoints(config),
         packages={name for name in packages if importlib.util.find_spec(name)},
         compilers=_registered_compilers(config),
     )
 
 
-def _checkpoints(config: Config) -> list[str]:
-    """The complete checkpoints in a local folder; looked up only for `load_step`."""
-    folder = config.checkpoint.folder
-    if config.checkpoint.load_step < 0 or is_url(folder):
-        return ABSENT
-    manifests = storage_path(folder, config.job.dump_folder).glob("step-*/manifest.json")
-    return [path.parent.name for path in manifests]
+def _step_problems(config: Config) -> list[str]:
+    """The reason why the run can't resume from `checkpoint.load_step` in a local folder. Imports
+    torch only if that step is missing.
+    """
+    c = config.checkpoint
+    folder = storage_path(c.folder, config.job.dump_folder)
+    step = c.load_step
+    if (
+        step < 0
+        or not c.enable
+        or is_url(c.folder)
+        or (folder / f"step-{step}/manifest.json").is_file()
+    ):
+        return []
+    from torchtitan.checkpoint.backend import Storage
+    from torchtitan.checkpoint.resume import steps_to_resume
+
+    try:
+        steps_to_resume(Storage(), folder, step, to_toml(config))
+    except CheckpointError as error:
+        return [str(error)]
+    return []
 
 
 def _registered_compilers(config: Config) -> list[str]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from torchtitan.config.rules.table import Facts, refuse, rule
 from torchtitan.config.sections.schema import Config
-from torchtitan.utils.storage import is_url, storage_path, storage_problem
+from torchtitan.utils.storage import is_url, storage_problem
 
 
 @rule("checkpoint.keep_latest_k", "checkpoint.keep_every_n")
@@ -98,19 +98,6 @@ def hugging_face_has_the_model(config: Config, facts: Facts) -> Iterator[str]:
             yield (
                 f"checkpoint.last_save_in_hf: {problem}; or set checkpoint.last_save_in_hf = false"
             )
-
-
-@rule("checkpoint.load_step", "checkpoint.folder", needs=["checkpoints"])
-def step_exists(config: Config, facts: Facts) -> str | None:
-    c = config.checkpoint
-    if not c.enable or f"step-{c.load_step}" in facts.checkpoints:
-        return None
-    folder = storage_path(c.folder, config.job.dump_folder)
-    steps = sorted(int(name.removeprefix("step-")) for name in facts.checkpoints)
-    return (
-        f"checkpoint.load_step: {folder} has no step {c.load_step} (it has: "
-        f"{', '.join(map(str, steps)) or 'none'})"
-    )
 
 
 @rule("checkpoint.initial_load_path", "checkpoint.folder", needs=["folders"])

@@ -139,8 +139,6 @@ class Facts:
     """Key of a `dataset_path` to why nothing can be read from there."""
     folders: Collection[str] = ABSENT
     """The folders that exist, among those the configuration names as inputs."""
-    checkpoints: Collection[str] = ABSENT
-    """Names of the complete checkpoints in `checkpoint.folder`."""
     packages: Collection[str] = ABSENT
     """The optional packages that are installed."""
     compilers: Collection[str] = ABSENT
@@ -151,7 +149,7 @@ class Facts:
     """Why `job.dump_folder` can't be written to."""
 
 
-HERE = ("tokenizer", "data_problems", "folders", "checkpoints", "packages")
+HERE = ("tokenizer", "data_problems", "folders", "packages")
 """The facts that depend on files of this machine."""
 
 Problem = Callable[[Config, Facts], str | Iterable[str] | None]
