@@ -167,6 +167,34 @@ def test_a_signal_while_ranks_start(tmp_path):
     assert "Traceback" not in err
 
 
+FAILS = """
+import os
+import time
+from torchtitan.config.registry import callbacks
+
+@callbacks.register("fails")
+def fails():
+    if os.environ["RANK"] == "1":
+        raise ValueError("a fault of rank 1")
+    time.sleep(4)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_a_failure_while_another_rank_still_builds_is_no_stop(tmp_path):
+    """torchrun then asks the other rank to stop, as a user does."""
+    (tmp_path / "fails.py").write_text(FAILS)
+    flags = ["--experimental.custom_import=fails", "--training.callbacks=['fails']"]
+    module = [sys.executable, "-m", "torchtitan", "train", "--nproc-per-node=2", "--"]
+    launcher = launch(*module, *slow(tmp_path, *flags), PYTHONPATH=f"{ROOT}:{tmp_path}")
+    _, err, status = finish(launcher)
+    assert status == 1, err
+    assert "ValueError: a fault of rank 1" in err
+    assert "as asked" not in err
+    assert err.splitlines()[-1] == "error: rank 1 ended with exit code 1"
+
+
 def handles_sigterm(process):
     """Whether SIGTERM no longer simply ends the process."""
     status = Path(f"/proc/{process.pid}/status").read_text()

@@ -1,9 +1,11 @@
 """The start of a process: closed standard streams, and tasks without a rank."""
 
 import os
+import signal
 import subprocess
 import sys
 from functools import partial
+from unittest import mock
 
 import psutil
 import pytest
@@ -11,9 +13,10 @@ import pytest
 from torchtitan.commands import _dispatch, generate
 from torchtitan.commands import eval as eval_command
 from torchtitan.commands import train as launcher
-from torchtitan.train import rank_main
-from torchtitan.utils.errors import ConfigError
+from torchtitan.train import rank_main, trainer
+from torchtitan.utils.errors import CheckpointError, ConfigError
 from torchtitan.utils.process import rank_and_world, reporting_rank, run_main
+from torchtitan.utils.signals import Stopped
 
 WRITES = """
 import os, subprocess, sys
@@ -61,6 +64,42 @@ def test_workers_end_with_the_process_that_is_killed(tmp_path):
     process.wait()
     assert not psutil.wait_procs([worker, server], timeout=20)[1]
     assert not list(tmp_path.iterdir())
+
+
+CLOSED = RuntimeError("Connection closed by peer [127.0.0.1]:4711")
+
+
+@pytest.mark.parametrize(
+    ("error", "ranks", "status"),
+    [
+        (CheckpointError("step-3 is damaged"), 2, None),
+        (MemoryError("70 TB"), 1, None),
+        (CLOSED, 1, os.EX_TEMPFAIL),  # torchrun ends this rank, because the other has failed
+        (CLOSED, 2, os.EX_TEMPFAIL),  # the other has stopped first; the launcher waits for this one
+        (Stopped(), 1, os.EX_TEMPFAIL),
+        (Stopped(), 2, os.EX_TEMPFAIL),
+    ],
+)
+def test_a_failure_before_training_counts_as_a_stop_only_if_a_stop_caused_it(
+    monkeypatch, capsys, error, ranks, status
+):
+    """The launcher, asked to stop by a rank, would end with 75 whatever another one's status."""
+    monkeypatch.setattr(trainer, "Trainer", mock.Mock(side_effect=error))
+    monkeypatch.setenv(rank_main.LAUNCHER_ENV, "4711")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    stop = mock.Mock(requested=True)
+    launcher = mock.Mock(**{"children.return_value": [None] * ranks})
+    monkeypatch.setattr(rank_main.psutil, "Process", {4711: launcher}.get)
+    asked = []
+    monkeypatch.setattr(os, "kill", lambda *signaled: asked.append(signaled))
+    if status is None:
+        with pytest.raises(type(error)):
+            rank_main._run(mock.Mock(), mock.Mock(), stop, 0)
+    else:
+        assert rank_main._run(mock.Mock(), mock.Mock(), stop, 0) == status
+    stops = status is not None and ranks == 2
+    assert asked == [(4711, signal.SIGTERM)] * stops
+    assert ("Stopped before the first step, as asked" in capsys.readouterr().err) == stops
 
 
 def test_a_rank_of_a_range_of_nodes_is_restarted(capsys, monkeypatch):

@@ -13,12 +13,14 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
+
 from torchtitan.config import Resolved, resolve
 from torchtitan.train.preflight import Setup, preflight
-from torchtitan.utils.errors import DEBUG_ENV, UserError
+from torchtitan.utils.errors import DEBUG_ENV, UserError, from_another_rank
 from torchtitan.utils.logging import init_logging, log_failure, logger
 from torchtitan.utils.process import launcher_reports, rank_and_world
-from torchtitan.utils.signals import INTERRUPTED, StopRequest
+from torchtitan.utils.signals import INTERRUPTED, Stopped, StopRequest
 from torchtitan.utils.storage import storage_path
 from torchtitan.utils.torch_versions import installed_torch, too_new
 from torchtitan.utils.wording import plural, show_loss, show_recent, show_tokens, validation_title
@@ -78,11 +80,12 @@ def _run(resolved: Resolved, setup: Setup, stop: StopRequest, rank: int) -> int:
     gc.enable()
     try:
         trainer = Trainer(resolved.config, setup, stop)
-    except BaseException:
-        if not stop.requested:
-            raise
-        # Another rank may have noticed the request first, and its end is what failed here.
+    except Stopped:
         return _leave(stop, rank, _BEFORE)
+    except Exception as error:
+        if not (stop.requested and from_another_rank(error)):
+            raise
+        return _leave(stop, rank, _BEFORE)  # the other rank noticed the request first, or failed
     stop.abandon = lambda: _interrupt(trainer, rank)
     try:
         progress = trainer.train()
@@ -101,6 +104,9 @@ def _leave(stop: StopRequest, rank: int, when: str) -> int:
     """Return the exit status after a stop, and make the launcher stop, too."""
     stop.ignore()
     if launcher := os.environ.get(LAUNCHER_ENV):
+        ranks = psutil.Process(int(launcher)).children()
+        if len(ranks) < int(os.environ["LOCAL_WORLD_SIZE"]):
+            return os.EX_TEMPFAIL  # one has failed, so the request was torchrun's
         os.kill(int(launcher), signal.SIGTERM)
     return _report_stop(rank, when)
 

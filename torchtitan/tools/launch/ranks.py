@@ -120,10 +120,7 @@ def _wait(
 
 def _exit_status(pid: int) -> int | None:
     """A child's exit status, left for torchrun to collect; None while it runs."""
-    try:
-        info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-    except ChildProcessError:  # torchrun collected it
-        return os.EX_TEMPFAIL
+    info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
     if info is None:
         return None
     return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
