@@ -381,6 +381,7 @@ def test_a_kill_that_torchrun_sent_itself_is_not_the_cause(tmp_path):
         assert "rank 1 was killed by SIGKILL" in torchrun._cause(config, 0, failures(1))
 
 
+IN_STEP = ", at /code/run.py:25 in step, and did not"
 ABORTED = """Fatal Python error: Aborted
 
 {first} 0x00007fcdc27fc6c0 (most recent call first):
@@ -388,28 +389,36 @@ ABORTED = """Fatal Python error: Aborted
   File "/code/reader.py", line 3 in put
 
 Thread 0x00007fcdfbc60b80 (most recent call first):
-  File "/code/.venv/lib/python3.11/site-packages/torch/distributed/x.py", line 9 in all_reduce
+  File "/code/.venv/lib/python3.11/site-packages/{main}", line 9 in all_reduce
   File "/code/run.py", line 25 in step
 """
 
 
 @pytest.mark.parametrize(
-    ("first", "code", "expected"),
+    ("first", "main", "code", "expected"),
     [
         (
             "Thread",  # of C++, so none is called current
+            "torch/distributed/x.py",
             -6,
-            "ranks 0 and 1 exchanged tensors of different sizes: rank 0 was at /code/run.py:25 in "
-            "step, and rank 1 entered all_reduce #4 of tp (BFloat16 [8]; ranks 0-1), at "
-            "/code/run.py:14 in step, then all_reduce #5 of tp (BFloat16 [1]; ranks 0-1), at "
-            "/code/run.py:15 in step (gloo then aborts a rank: rank 0 by SIGABRT)",
+            "rank 0 was killed by SIGABRT in a collective, as gloo does if ranks exchange tensors "
+            "of different sizes: rank 0 was at /code/run.py:25 in step, and rank 1 entered "
+            "all_reduce #4 of tp (BFloat16 [8]; ranks 0-1), at /code/run.py:14 in step, then "
+            "all_reduce #5 of tp (BFloat16 [1]; ranks 0-1), at /code/run.py:15 in step",
         ),
-        ("Current thread", -6, "rank 0 was killed by SIGABRT, at /code/reader.py:3 in put, and"),
-        ("Thread", -11, "rank 0 was killed by SIGSEGV, at /code/run.py:25 in step, and did not"),
+        # a library's own thread
+        ("Thread", "tokens/x.py", -6, f"rank 0 was killed by SIGABRT{IN_STEP}"),
+        (
+            "Current thread",
+            "torch/distributed/x.py",
+            -6,
+            "rank 0 was killed by SIGABRT, at /code/reader.py:3 in put, and",
+        ),
+        ("Thread", "torch/distributed/x.py", -11, f"rank 0 was killed by SIGSEGV{IN_STEP}"),
     ],
 )
-def test_a_crash_is_told_with_its_place(tmp_path, first, code, expected):
-    (tmp_path / "crash-0.txt").write_text(ABORTED.format(first=first))
+def test_a_crash_is_told_with_its_place(tmp_path, first, main, code, expected):
+    (tmp_path / "crash-0.txt").write_text(ABORTED.format(first=first, main=main))
     calls = [entry("3", 4, created=1), entry("3", 5, "started", size=(1,), created=2)]
     write(tmp_path, {1: calls}, [state(1, world=2)])
     text = sentence(tmp_path, exits={0: code}, crashes=read_crashes(tmp_path))

@@ -34,9 +34,9 @@ def diagnose(
     for rank, code in (exits or {}).items():
         # torchrun ends the other ranks with SIGTERM
         if code < 0 and code != -SIGTERM and rank in dumps.silent:
-            location, in_python = (crashes or {}).get(rank, ("", True))
+            location, in_collective = (crashes or {}).get(rank, ("", False))
             dumps.silent[rank] = kill_text(code, location)
-            if code == -SIGABRT and not in_python:
+            if code == -SIGABRT and in_collective:
                 dumps.aborted[rank] = location
     explanations: tuple[Callable[[Dumps], str | None], ...] = (
         _uneven,
@@ -103,9 +103,9 @@ def _aborted(dumps: Dumps) -> str | None:
             if last_calls:
                 entered = ", then ".join(f"{c.describe()}, at {c.at}" for c in last_calls)
                 return (
-                    f"ranks {rank} and {other} exchanged tensors of different sizes: rank {rank} "
-                    f"was at {location}, and rank {other} entered {entered} (gloo then aborts a "
-                    f"rank: rank {rank} by SIGABRT)"
+                    f"rank {rank} was killed by SIGABRT in a collective, as gloo does if ranks "
+                    f"exchange tensors of different sizes: rank {rank} was at {location}, and rank "
+                    f"{other} entered {entered}"
                 )
     return None
 

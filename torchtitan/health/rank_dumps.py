@@ -113,10 +113,7 @@ class RankDump:
 
         Meaningful only on the CPU: with CUDA the host runs ahead.
         """
-        for file, *_ in self.frames:
-            if not _DISPATCH.search(file):
-                return "torch/distributed/" in file
-        return False
+        return _in_collective(self.frames)
 
     @property
     def _threads(self) -> dict[str, list[Any]]:
@@ -162,7 +159,7 @@ class Dumps:
     silent: dict[int, str]
     """Ranks that wrote nothing, and the state of their processes."""
     aborted: dict[int, str] = field(default_factory=dict)
-    """Ranks that a thread without Python aborted, and where their main threads were."""
+    """Ranks that a thread without Python aborted, and where in a collective they were."""
 
     def idle(self, rank: int) -> bool:
         """Whether the rank is not known to be inside a call of torch.distributed."""
@@ -232,7 +229,7 @@ def read_dumps(folder: Path, prefix: str = "rank_", since: float = 0) -> Dumps |
 
 def read_crashes(folder: Path) -> dict[int, tuple[str, bool]]:
     """For each rank that a fatal signal ended, where its main thread was, or the Python thread that
-    crashed; and whether such a thread did.
+    crashed; and whether another thread crashed while the main one was in a collective.
     """
     crashes = {}
     for path in folder.glob(CRASH.format("*")):
@@ -240,7 +237,7 @@ def read_crashes(folder: Path) -> dict[int, tuple[str, bool]]:
         current = text.partition("Current thread")[2]
         if frames := _FRAME.findall(current or text.rpartition("Thread 0x")[2]):
             rank = int(path.stem.removeprefix("crash-"))
-            crashes[rank] = where(frames), bool(current)
+            crashes[rank] = where(frames), not current and _in_collective(frames)
     return crashes
 
 
@@ -290,6 +287,12 @@ def _parse(entry: Mapping[str, Any], group: Group) -> RecordedCollective | None:
         created=entry["time_created_ns"],
         peer=peer,
     )
+
+
+def _in_collective(frames: Iterable[Any]) -> bool:
+    """Whether a thread is in a call of torch.distributed."""
+    files = (file for file, *_ in frames if not _DISPATCH.search(file))
+    return "torch/distributed/" in next(files, "")
 
 
 def is_library(file: str) -> bool:
