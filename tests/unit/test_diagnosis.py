@@ -16,7 +16,7 @@ from torchtitan.health import hang_watch
 from torchtitan.health.diagnose import diagnose
 from torchtitan.health.rank_dumps import Dumps, read_crashes, read_dumps
 from torchtitan.tools.launch import torchrun
-from torchtitan.train.callbacks import Callback
+from torchtitan.train.callbacks import Callback, CallbackStates
 from torchtitan.train.engine import Engine
 from torchtitan.utils import activity
 from torchtitan.utils.errors import UserError
@@ -454,6 +454,17 @@ def test_a_callback_is_an_activity():
     Engine.notify(SimpleNamespace(callbacks=[callback]), "before_update")
     assert callback.activity == "calling before_update of Noting"
     assert activity.current().activity == before
+
+
+def test_a_method_set_on_a_callback_is_called():
+    calls = []
+    callback = Callback()
+    callback.before_update = calls.append
+    callback.state_dict = lambda: {"seen": len(calls)}
+    engine = SimpleNamespace(callbacks=[callback, Callback()])
+    Engine.notify(engine, "before_update")
+    assert calls == [engine]
+    assert CallbackStates(engine.callbacks).state_dict() == {"Callback": {"seen": 1}}
 
 
 def test_an_abort_without_any_python_is_explained_by_its_dump(tmp_path):

@@ -101,6 +101,12 @@ class Callback:
         """
 
 
+def overrides(callback: Callback, name: str) -> bool:
+    """Whether a callback defines a method, in its class or as an attribute."""
+    method = getattr(callback, name)
+    return getattr(method, "__func__", method) is not getattr(Callback, name)
+
+
 class CallbackStates:
     """Saves and loads the states of the callbacks that define `state_dict`, by name."""
 
@@ -111,7 +117,7 @@ class CallbackStates:
         """
         self.callbacks: dict[str, Callback] = {}
         for callback in callbacks:
-            if type(callback).state_dict is Callback.state_dict:
+            if not overrides(callback, "state_dict"):
                 continue
             name = callback.name or type(callback).__name__
             if name in self.callbacks:

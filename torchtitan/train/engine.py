@@ -16,7 +16,7 @@ from torchtitan.optim.lr_schedule import LRSchedule
 from torchtitan.optim.optimizer import AnyOptimizer
 from torchtitan.optim.qk_clip import QKClip
 from torchtitan.parallel.mesh import Mesh
-from torchtitan.train.callbacks import Callback, LoggedValues, Reduction
+from torchtitan.train.callbacks import Callback, LoggedValues, Reduction, overrides
 from torchtitan.train.forward import Compute
 from torchtitan.train.logits import Probe
 from torchtitan.train.preflight import Setup
@@ -73,7 +73,7 @@ class Engine:
     def notify(self, event: str, *details: Any) -> None:
         """Call a method of all callbacks, in order."""
         for callback in self.callbacks:
-            if getattr(type(callback), event) is not getattr(Callback, event):
+            if overrides(callback, event):
                 with phase(current().kind, f"calling {event} of {type(callback).__name__}"):
                     getattr(callback, event)(self, *details)
 
