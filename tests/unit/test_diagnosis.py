@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from torchtitan.commands.doctor import main
 from torchtitan.config import resolve
@@ -454,6 +455,16 @@ def test_a_callback_is_an_activity():
     Engine.notify(SimpleNamespace(callbacks=[callback]), "before_update")
     assert callback.activity == "calling before_update of Noting"
     assert activity.current().activity == before
+
+
+def test_a_busy_store_is_not_gone():
+    """A rank that only looks hung ends itself when the store is gone."""
+    watch = object.__new__(hang_watch.Watch)
+    watch._store_is_down = False
+    for error in (dist.DistStoreError("wait timeout after 10000ms"), dist.DistNetworkError("")):
+        assert not watch._store_is_down
+        assert watch._on_store(mock.Mock(side_effect=error)) is None
+    assert watch._store_is_down
 
 
 def test_a_method_set_on_a_callback_is_called():

@@ -5,7 +5,7 @@ have not entered the collective it is in, or the other end of a send or receive.
 that others wait for and that waits for nobody. How many ranks it blocks indirectly doesn't matter.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from signal import SIGABRT, SIGTERM
 
 from torchtitan.health.collectives import (
@@ -38,17 +38,9 @@ def diagnose(
             dumps.silent[rank] = kill_text(code, location)
             if code == -SIGABRT and in_collective:
                 dumps.aborted[rank] = location
-    explanations: tuple[Callable[[Dumps], str | None], ...] = (
-        _uneven,
-        _raised,
-        _mismatch,
-        _aborted,
-        _blocked,
-        _silent,
-        _slowest,
-    )
+    explanations = (_uneven, _raised, _mismatch, _aborted, _blocked, _silent, _slowest)
     texts = (explain(dumps) for explain in explanations)
-    return next((text for text in texts if text), "no collective is unfinished")
+    return next(filter(None, texts), "no collective is unfinished")
 
 
 # ---- explanations, the most certain first
@@ -99,9 +91,9 @@ def _aborted(dumps: Dumps) -> str | None:
     for rank, location in dumps.aborted.items():
         for other, dump in dumps.by_rank.items():
             calls = [c for c in dump.collectives if rank in c.group.ranks and c.peer is None]
-            last_calls = sorted(calls, key=lambda c: c.created)[-2:]
-            if last_calls:
-                entered = ", then ".join(f"{c.describe()}, at {c.at}" for c in last_calls)
+            if calls:
+                calls.sort(key=lambda c: c.created)
+                entered = ", then ".join(f"{c.describe()}, at {c.at}" for c in calls[-2:])
                 return (
                     f"rank {rank} was killed by SIGABRT in a collective, as gloo does if ranks "
                     f"exchange tensors of different sizes: rank {rank} was at {location}, and rank "

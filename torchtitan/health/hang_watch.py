@@ -188,8 +188,8 @@ class Watch:
         """The result of a store operation; None once the rank that hosts the store is gone."""
         try:
             return None if self._store_is_down else operation(*args)
-        except RuntimeError:
-            self._store_is_down = True
+        except RuntimeError as error:  # without an answer in time, it may only be busy
+            self._store_is_down = isinstance(error, dist.DistNetworkError)
             return None
 
     def _ask(self, kind: str, why: str, error: BaseException | None = None) -> None:
