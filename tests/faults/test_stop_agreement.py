@@ -1,5 +1,7 @@
 """All ranks save after the same step, whichever of them is asked to stop, and when."""
 
+import json
+
 import pytest
 import torch.distributed as dist
 
@@ -50,7 +52,12 @@ def train_until_asked(argv, rank, step):
         progress = trainer.train()
     finally:
         trainer.close()
-    return trainer.stopped, progress.step, weights(trainer.engine.models), *reasons.reasons
+    return (
+        trainer.engine.stops_early,
+        progress.step,
+        weights(trainer.engine.models),
+        *reasons.reasons,
+    )
 
 
 LAYOUTS = {
@@ -101,38 +108,55 @@ def test_asked_while_building_no_step_is_made(ranks, tmp_path):
     assert committed_steps(tmp_path / "out/checkpoint") == []
 
 
-def asked_in_a_validation(argv):
-    """One rank is asked within the second validation, after a step."""
+class Stops(Callback):
+    def __init__(self):
+        self.steps = []
+
+    def after_step(self, run, result):
+        if run.stops_early:
+            self.steps.append(run.progress.step)
+
+
+def asked_in_a_validation(argv, step):
+    """One rank is asked within the validation after a step."""
     stop = StopRequest()
     config = resolve(argv, dist.get_world_size()).config
-    trainer = Trainer(config, preflight(config), stop)
+    stops = Stops()
+    trainer = Trainer(config, preflight(config), stop, callbacks=[stops])
     validator = trainer.engine.validation
     vote = validator.before_batch
     batches = []
 
     def before_batch():
         batches.append(trainer.progress.step)
-        if dist.get_rank() == 1 and batches.count(4) == 3:
+        if dist.get_rank() == 1 and batches.count(step) == 3:
             stop.requested = True
         vote()
 
     validator.before_batch = before_batch
     progress = trainer.train()
     trainer.close()
-    return trainer.stopped, progress.step, batches.count(2), batches.count(4)
+    return stops.steps, progress.step, [batches.count(step) for step in (2, 4)]
 
 
 def test_asked_during_a_validation_it_ends_between_two_batches(ranks, tmp_path):
-    """And the step before it is saved."""
+    """And the step before it is saved. The last step's is finished: no later start would run it."""
     held_out = {"enable": "true", "freq": 2, "seq_len": 32, "dataset": "demo_validation"}
     flags = [f"--validation.{key}={value}" for key, value in held_out.items()]
     flags.append("--validation.steps=8")
-    argv = arguments(tmp_path, *flags, "--checkpoint.enable", steps=6)
-    stopped = ranks(2, asked_in_a_validation, argv)
-    assert stopped == [(True, 4, 8, StopVote.freq)] * 2
-    assert committed_steps(tmp_path / "out/checkpoint") == [4]
-    records = [r for r in read_metrics(tmp_path / "out") if "validation_loss" in r]
-    assert [r["step"] for r in records] == [2]
+    for steps, stopped in ((6, ([4], 4, [8, StopVote.freq])), (4, ([], 4, [8, 8]))):
+        folder = tmp_path / f"{steps}"
+        folder.mkdir()
+        argv = arguments(folder, *flags, "--checkpoint.enable", steps=steps)
+        assert ranks(2, asked_in_a_validation, argv, 4) == [stopped] * 2
+        assert committed_steps(folder / "out/checkpoint") == [4]
+        records = [r for r in read_metrics(folder / "out") if "validation_loss" in r]
+        assert [r["step"] for r in records] == [2, 4][: 2 - len(stopped[0])]
+        events = map(json.loads, (folder / "out/events.jsonl").read_text().splitlines())
+        skipped = [(e["step"], e["message"]) for e in events if e["kind"] == "unevaluated"]
+        assert skipped == [
+            (step, f"Asked to stop: step {step} ends without validating") for step in stopped[0]
+        ]
 
 
 def asked_without_checkpoints(argv):

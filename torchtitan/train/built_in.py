@@ -24,7 +24,7 @@ from torchtitan.telemetry.trackers import Record
 from torchtitan.train.advice import unneeded_recomputation
 from torchtitan.train.callbacks import Callback, Run
 from torchtitan.train.engine import Engine
-from torchtitan.train.evaluations import Evaluation, RunTasks, Validate, WriteSamples, stops_early
+from torchtitan.train.evaluations import Evaluation, RunTasks, Validate, WriteSamples
 from torchtitan.train.folder_locks import FolderLocks
 from torchtitan.train.preflight import Setup
 from torchtitan.train.restore import RunState
@@ -331,7 +331,7 @@ class Save(Callback):
             self.logged_copies = True
             self.checkpointer.log_copies()
         step = run.progress.step
-        stops = stops_early(self.engine)
+        stops = run.stops_early
         if stops and not self.checkpointer.saving:
             logger.warning(
                 f"Asked to stop: step {step} is lost, as checkpoint.enable = false or "

@@ -117,15 +117,14 @@ class CallbackStates:
         """
         self.callbacks: dict[str, Callback] = {}
         for callback in callbacks:
-            if not overrides(callback, "state_dict"):
-                continue
-            name = callback.name or type(callback).__name__
-            if name in self.callbacks:
-                raise UserError(
-                    f"training.callbacks: two callbacks with a state are called {name}; set the "
-                    "attribute `name` of one of them"
-                )
-            self.callbacks[name] = callback
+            if overrides(callback, "state_dict"):
+                name = callback.name or type(callback).__name__
+                if name in self.callbacks:
+                    raise UserError(
+                        f"training.callbacks: two callbacks with a state are called {name}; set "
+                        "the attribute `name` of one of them"
+                    )
+                self.callbacks[name] = callback
 
     def state_dict(self) -> dict[str, Any]:
         """All states.
@@ -246,6 +245,10 @@ class Run(Protocol):
     @property
     def experts(self) -> ExpertBalance | None:
         """Loads of the experts; None for a dense model."""
+
+    @property
+    def stops_early(self) -> bool:
+        """Whether the run ends after this step, not its last, because it was asked to stop."""
 
     def log(self, name: str, value: float | Tensor, reduce: Reduction = "mean") -> None:
         """Record a metric at the next logged step, in `metrics.jsonl` and trackers.

@@ -64,6 +64,11 @@ class Engine:
     callbacks: Sequence[Callback] = ()
     """All callbacks, in the order in which they are called."""
 
+    @property
+    def stops_early(self) -> bool:
+        """Whether the run ends before its last step, because it was asked to stop."""
+        return self.stops and self.progress.step < self.config.training.steps
+
     def enter_stage(self, stage: int) -> None:
         """Prepare for the rows of a stage of the data. Does nothing if it is the current one."""
         if stage != self.stage and self.build_stage_compute is not None:

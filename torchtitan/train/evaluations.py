@@ -1,10 +1,9 @@
 """The callbacks that evaluate the model: validation, samples, benchmarks."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from torchtitan.config.sections.evals import Eval
 from torchtitan.config.sections.schema import Config
@@ -18,34 +17,33 @@ from torchtitan.train.engine import Engine
 from torchtitan.train.state import StepResult
 from torchtitan.train.step import prepare_weights
 from torchtitan.utils.activity import note, phase
-from torchtitan.utils.logging import logger
+from torchtitan.utils.logging import event, logger
 from torchtitan.utils.signals import StopRequest
-
-
-def stops_early(engine: Engine) -> bool:
-    """Whether the run ends before its last step, because it was asked to stop."""
-    return engine.stops and engine.progress.step < engine.config.training.steps
 
 
 class _StoppedError(Exception):
     """Some rank was asked to stop."""
 
 
+@dataclass
 class StopVote:
-    """Ends an evaluation between two batches, on all ranks, once any was asked to stop."""
+    """Ends an evaluation between two batches, on all ranks, once any was asked to stop.
 
+    The last step's isn't ended: no later start would repeat it.
+    """
+
+    request: StopRequest
+    engine: Engine
+    batches: int = 0
     freq = 4
     """Batches between two votes; the host waits for each."""
 
-    def __init__(self, request: StopRequest, device: torch.device):
-        self.request = request
-        self.device = device
-        self.batches = 0
-
     def __call__(self) -> None:
         self.batches += 1
-        votes = self.batches % self.freq == 0
-        if votes and AnyRank(self.request.requested, self.device).answer() > 0:
+        engine = self.engine
+        if self.batches % self.freq == 0:
+            engine.stops = AnyRank(self.request.requested, engine.device).answer() > 0
+        if engine.stops_early:
             raise _StoppedError
 
 
@@ -75,8 +73,7 @@ class Evaluation(Callback):
         """Whether it runs the model after this step."""
         step = run.progress.step
         freq = self.freq(run.config)
-        is_due = freq and (step % freq == 0 or step == run.config.training.steps)
-        return bool(is_due) and not stops_early(self.engine)
+        return freq > 0 and (step % freq == 0 or step == run.config.training.steps)
 
     def freq(self, config: Config) -> int:
         """Steps between two evaluations, besides the last step; 0: never."""
@@ -93,14 +90,17 @@ class Evaluation(Callback):
     def after_step(self, run: Run, result: StepResult) -> None:
         if not self.due(run):
             return
-        with phase("validation", self.activity):
-            try:
-                outcome = self.evaluate(run)
-            except _StoppedError:
-                self.engine.stops = True
-                logger.info(f"Asked to stop while {self.activity}, which isn't finished")
+        if not run.stops_early:
+            with suppress(_StoppedError):
+                with phase("validation", self.activity):
+                    outcome = self.evaluate(run)
+                self.record(run, outcome)
                 return
-        self.record(run, outcome)
+        step = run.progress.step
+        logger.info(
+            f"Asked to stop: step {step} ends without {self.activity}",
+            extra=event("unevaluated", step),
+        )
 
 
 class Validate(Evaluation):
@@ -119,8 +119,8 @@ class Validate(Evaluation):
             with _averaged_weights(self.engine):
                 average_records = [outcome.record() for outcome in validator.run()]
             for record, average_record in zip(records, average_records, strict=True):
-                record["loss_ema"] = average_record["loss"]
-                record["bits_per_byte_ema"] = average_record["bits_per_byte"]
+                for key in ("loss", "bits_per_byte"):
+                    record[f"{key}_ema"] = average_record[key]
         return records
 
     def record(self, run: Run, outcome: list[dict[str, Any]]) -> None:
@@ -180,8 +180,8 @@ class RunTasks(Evaluation):
         return config.eval.freq if self.tasks is not None else 0
 
     def evaluate(self, run: Run) -> Any:
-        assert self.tasks is not None
-        assert self.engine.probe is not None
+        assert self.tasks
+        assert self.engine.probe
         return self.tasks.run(self.engine.probe, self.engine.setup.tokenizer)
 
     def record(self, run: Run, outcome: Any) -> None:

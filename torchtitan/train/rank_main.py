@@ -81,11 +81,11 @@ def _run(resolved: Resolved, setup: Setup, stop: StopRequest, rank: int) -> int:
     try:
         trainer = Trainer(resolved.config, setup, stop)
     except Stopped:
-        return _leave(stop, rank, _BEFORE)
+        return _leave(stop, rank)
     except Exception as error:
         if not (stop.requested and from_another_rank(error)):
             raise
-        return _leave(stop, rank, _BEFORE)  # the other rank noticed the request first, or failed
+        return _leave(stop, rank)  # the other rank noticed the request first, or failed
     stop.abandon = lambda: _interrupt(trainer, rank)
     try:
         progress = trainer.train()
@@ -93,14 +93,14 @@ def _run(resolved: Resolved, setup: Setup, stop: StopRequest, rank: int) -> int:
         trainer.close(error)
         raise
     trainer.close()
-    if trainer.stopped:
+    if trainer.engine.stops_early:
         return _leave(stop, rank, f"after step {progress.step}")
     if rank == 0:
         _summarize(resolved, progress)
     return 0
 
 
-def _leave(stop: StopRequest, rank: int, when: str) -> int:
+def _leave(stop: StopRequest, rank: int, when: str = _BEFORE) -> int:
     """Return the exit status after a stop, and make the launcher stop, too."""
     stop.ignore()
     if launcher := os.environ.get(LAUNCHER_ENV):
@@ -188,18 +188,18 @@ def _summarize(resolved: Resolved, progress: "Progress") -> None:
         loss += "" if held_out is None else f", {validation_title(name)} {show_loss(held_out)}"
     logger.info(f"Done: step {step}, {show_tokens(progress.tokens)} tokens, {loss}")
     results = {"metrics": f"{dump}/metrics.jsonl", "config": f"{dump}/config.toml"}
-    saves = config.checkpoint.enable and not config.checkpoint.load_only
-    checkpoint = storage_path(config.checkpoint.folder, dump) / f"step-{step}"
+    section = config.checkpoint
+    saves = section.enable and not section.load_only
+    checkpoint = storage_path(section.folder, dump) / f"step-{step}"
     if saves:
         results["checkpoint"] = str(checkpoint)
     for name, path in results.items():
         note = "" if storage_path(path).exists() else " (missing)"
         logger.info(f"  {name:<11} {path}{note}")
-    if saves and not checkpoint.exists():
-        raise UserError(f"{checkpoint}: deleted while the run was writing to it")
-    if saves:
-        if not config.checkpoint.last_save_model_only:
-            more = config.training.steps * 2
-            logger.info(f"To continue training: the same command with --training.steps {more}")
-    else:
+    if not saves:
         logger.info("No checkpoint was saved: set checkpoint.enable = true to keep the model")
+    elif not checkpoint.exists():
+        raise UserError(f"{checkpoint}: deleted while the run was writing to it")
+    elif not section.last_save_model_only:
+        more = config.training.steps * 2
+        logger.info(f"To continue training: the same command with --training.steps {more}")

@@ -22,7 +22,7 @@ from torchtitan.parallel.precision.dense import check_hardware
 from torchtitan.train.build import Builders, build, set_determinism
 from torchtitan.train.built_in import all_callbacks, first_limit
 from torchtitan.train.callbacks import Arrange, Callback, CallbackStates, build_callbacks
-from torchtitan.train.evaluations import StopVote, load_tasks, stops_early
+from torchtitan.train.evaluations import StopVote, load_tasks
 from torchtitan.train.folder_locks import lock_folders, open_log
 from torchtitan.train.preflight import Setup
 from torchtitan.train.restore import RunState, restore
@@ -125,7 +125,7 @@ class Trainer:
         self.engine = engine
         for model_user in (engine.validation, engine.probe):
             if model_user is not None:
-                model_user.before_batch = StopVote(self.stop_request, self.device)
+                model_user.before_batch = StopVote(self.stop_request, engine)
         if self.owns_process_group:
             limit = first_limit(config, self.setup)
             limit_groups(limit)
@@ -200,11 +200,6 @@ class Trainer:
     @property
     def progress(self) -> Progress:
         return self.engine.progress
-
-    @property
-    def stopped(self) -> bool:
-        """Whether training ends early, because some rank was asked to stop."""
-        return stops_early(self.engine)
 
     # ---- the loop
 

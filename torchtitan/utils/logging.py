@@ -31,7 +31,7 @@ def event(kind: str, step: int | None = None, **details: Any) -> dict[str, Any]:
 
     Args:
         kind: started, resumed, saved, deleted, abandoned, spike, skipped, rewound, stage,
-            straggler, preempted, failed or finished.
+            straggler, unevaluated, preempted, failed or finished.
         details: more keys, whose values JSON can hold.
     """
     return {EVENT: {"kind": kind, "step": step, **details}}
