@@ -14,8 +14,13 @@ setup(
     package_dir=PACKAGES,
     package_data={
         "torchtitan": [
-            *("py.typed", "commands/slurm.sbatch", "telemetry/*.toml", "tools/planner/*.toml"),
-            *("tools/planner/*.js", "tools/launch/*.toml", "config/load/*.toml"),
+            *("py.typed", "commands/slurm.sbatch", "commands/*.toml", "tools/planner/*.toml"),
+            *(
+                "tools/planner/*.js",
+                "tools/launch/*.toml",
+                "config/load/*.toml",
+                "telemetry/*.toml",
+            ),
             *("tools/reports/*.js", "tools/reports/*.css", "tools/web/*"),
         ],
         **{package: ASSETS[folder] for package, folder in PACKAGES.items()},

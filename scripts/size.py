@@ -22,19 +22,19 @@ SERVICES = ("config", "data", "checkpoint", "telemetry", "health", "inference", 
 BESIDE = ("testing", "tools", "commands")
 ROOMS = {
     "models": 42_900,
-    "parallel": 25_200,
+    "parallel": 25_100,
     "optim": 9_000,
-    "train": 22_900,
-    "config": 27_100,
-    "data": 50_900,
+    "train": 23_000,
+    "config": 27_000,
+    "data": 51_000,
     "checkpoint": 33_700,
-    "telemetry": 9_500,
+    "telemetry": 9_600,
     "health": 10_200,
     "inference": 8_000,
     "utils": 15_700,
     "testing": 9_500,
     "tools": 68_600,
-    "commands": 16_600,
+    "commands": 16_500,
 }
 """Tokens of each room, rounded to the nearest `STEP`."""
 STEP = 100

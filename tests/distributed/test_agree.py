@@ -100,7 +100,7 @@ def test_what_a_process_lacks_to_connect(monkeypatch):
     rank = {"WORLD_SIZE": "4", "MASTER_ADDR": "node0"}
     for environment, message in (
         ({}, "its loopback interface, which is down: `ip link set lo up` as root, or name another"),
-        (rank, "WORLD_SIZE=4 without MASTER_PORT, RANK: torchrun sets all, or unset it"),
+        (rank, "WORLD_SIZE=4 needs RANK, MASTER_ADDR, MASTER_PORT; or unset it"),
     ):
         monkeypatch.setattr(os, "environ", environment)
         with pytest.raises(ConfigError, match=message):

@@ -6,7 +6,10 @@ the exit status.
 
 import importlib
 import sys
+from pathlib import Path
 from types import ModuleType
+
+import tomli
 
 from torchtitan import __version__
 from torchtitan.utils.errors import did_you_mean
@@ -45,38 +48,7 @@ GROUPS = {
 
 COMMANDS = {name: text for group in GROUPS.values() for name, text in group.items()}
 
-REPLACEMENTS = {
-    "ckpt diff": "`ckpt inspect --json` prints settings and state to compare, and "
-    "torch.distributed.checkpoint loads the tensors of both",
-    "ckpt merge": "average exports of `ckpt to-hf` (docs/guides/weight-averages.md)",
-    "ckpt prune": "set checkpoint.keep_latest_k and keep_every_n, or delete step folders",
-    "ckpt upload": "copy the folder with another program, such as rclone or `aws s3 cp`",
-    "completion": "`torchtitan COMMAND --help` lists the options",
-    "doctor --gpu": "`torchtitan doctor` reports this machine's GPUs; `python "
-    "benchmarks/gpu/gpu.py --stages rates` measures them",
-    "init --model": "the model comes first: `torchtitan init MODEL`",
-    "init --choose": "`torchtitan plan --search` compares layouts, and flags set one",
-    "init --prepare": "run the commands that it prints",
-    "init --slurm": "`torchtitan submit` writes the job",
-    "jobs": "`squeue --me` lists your jobs, `sacct` those that ended",
-    "parity --widths": "`python examples/coordinate_check.py N,N,...` (docs/guides/mup.md)",
-    "plan --adopt": "start each layout of `--search --write` with `torchtitan train`, and compare "
-    "the runs with `torchtitan report`",
-    "plan --axes": "set a key by its flag; a plan lists the single changes that gain most",
-    "plan --calibrate": "name the hardware file of `--from-run DIR` with --output FILE",
-    "plan --mtbf": "`torchtitan report` shows the goodput of runs; checkpoint.interval sets what a "
-    "failure can cost",
-    "plan --restart": "`torchtitan report` shows the goodput of runs",
-    "plan --storage": "`torchtitan report` shows the goodput of runs",
-    "plan --try": "write one layout at a time with `--search --write FILE`, and train each",
-    "submit --to": "edit examples/kubernetes/train.yaml or examples/sky/train.yaml",
-    "submit --grid": "--runs FILE has a line of flags for each run",
-    "submit --folder": "the runs of --runs are below job.dump_folder",
-    "submit --local": "`torchtitan train` in a loop of the shell trains one run after the other",
-    "submit --template": "edit the script that it writes, or scripts/slurm.sbatch",
-    "tokenize --drop-duplicates": "remove duplicates before (docs/guides/tokenizing-ahead.md)",
-    "tokenize --drop-near-duplicates": "remove them before (docs/guides/tokenizing-ahead.md)",
-}
+REPLACEMENTS = tomli.loads(Path(__file__).with_name("removed.toml").read_text(encoding="utf-8"))
 """Replacements of removed commands, and of commands' removed options and first arguments."""
 
 RUN_ONCE = {"init", "submit", "tokenize", "tokenizer", "ckpt from-hf", "ckpt to-hf"}

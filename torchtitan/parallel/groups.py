@@ -26,10 +26,8 @@ def init_distributed(comm: Comm, device: torch.device) -> None:
     silence_false_alarms()
     run_gloo_in_order()
     rank, world = rank_and_world()
-    unset = sorted({"RANK", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys())
-    if world > 1 and unset:
-        names = ", ".join(unset)
-        raise ConfigError([f"WORLD_SIZE={world} without {names}: torchrun sets all, or unset it"])
+    if world > 1 and not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        raise ConfigError([f"WORLD_SIZE={world} needs RANK, MASTER_ADDR, MASTER_PORT; or unset it"])
     timeout = timedelta(seconds=comm.init_timeout_seconds)
     on_cuda = device.type == "cuda"
     single_node = os.environ.get("LOCAL_WORLD_SIZE", "1") == str(world)

@@ -77,6 +77,7 @@ def block_linears(
     ep = degrees["ep"]
     ac = config.activation_checkpoint
     share = recompute_of(ac).products
+    by_operation = selects_operations(ac)
     products = 0
     layers = list(block_layers(args, kind, mixing))
     forced_names = ac.per_op_sac_force_recompute_mm_shapes_by_fqns
@@ -86,8 +87,7 @@ def block_linears(
         if name in ("moe.shared.w1", "moe.experts.w1") and (tp > 1 or ep > 1):
             products = 0  # a separate region
         products += 1
-        saveable = products % 2 == 1 and _shape(layer) not in forced_shapes
-        every_second = selects_operations(ac) and saveable
+        every_second = by_operation and products % 2 == 1 and _shape(layer) not in forced_shapes
         # No gradient needs this result: the compiler drops it.
         dropped = name == "feed_forward.w2" and compiles_blocks(config)
         linear = Linear(
