@@ -229,14 +229,11 @@ def _step_problems(config: Config) -> list[str]:
     torch only if that step is missing.
     """
     c = config.checkpoint
-    folder = storage_path(c.folder, config.job.dump_folder)
     step = c.load_step
-    if (
-        step < 0
-        or not c.enable
-        or is_url(c.folder)
-        or (folder / f"step-{step}/manifest.json").is_file()
-    ):
+    if step < 0 or not c.enable or is_url(c.folder):
+        return []
+    folder = storage_path(c.folder, config.job.dump_folder)
+    if (folder / f"step-{step}/manifest.json").is_file():
         return []
     from torchtitan.checkpoint.backend import Storage
     from torchtitan.checkpoint.resume import steps_to_resume
