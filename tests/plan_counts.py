@@ -3,14 +3,9 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from torchtitan.tools.planner.comm_time import (
-    exchanged_bytes,
-    exchanges,
-    heads_exchanged,
-    tensor_parallel_widths,
-)
-from torchtitan.tools.planner.memory import hidden_bytes
-from torchtitan.tools.planner.workload import FP8, FP32, Workload
+from torchtitan.models.costs import FP32
+from torchtitan.parallel.record import FP8
+from torchtitan.tools.planner.workload import Workload
 
 BACKWARD_PRODUCTS = 2
 """Matrix products in the backward per product in the forward: the gradients of its input and of its
@@ -57,14 +52,14 @@ def collectives(w: Workload, pp_rank: int = 0) -> Collectives:
             for index, stage in enumerate(w.stages)
             if stage.rank == pp_rank
         )
-        out.add("pp", "send", sends * runs, hidden_bytes(w))
+        out.add("pp", "send", sends * runs, w.hidden_bytes)
     return out
 
 
 def _add_block(out: Collectives, w: Workload, times: int) -> None:
     """Add what one block communicates each time it runs, without its weights."""
     if w.tp > 1:
-        gathers, scatters = tensor_parallel_widths(w)
+        gathers, scatters = w.tensor_widths
         gathered = FP8 if w.tensorwise else w.element
         for width, calls in gathers:
             out.add("tp", "all_gather", calls * times, w.tokens * width * gathered)
@@ -72,14 +67,14 @@ def _add_block(out: Collectives, w: Workload, times: int) -> None:
             out.add("tp", "reduce_scatter", calls * times, w.tokens * width * w.element)
     if w.experts and w.ep > 1:
         # Each way twice: to the experts and from them.
-        there = exchanges(w) * times
-        out.add("ep", "all_to_all", 2 * (there + times), exchanged_bytes(w))
+        there = w.exchanges * times
+        out.add("ep", "all_to_all", 2 * (there + times), w.exchanged_bytes)
         out.add("ep", "all_to_all", there, INT32 * w.experts)
     if w.cp > 1:
         passes = 2 + w.recompute.attention
-        keys_values = w.tokens * (w.mixing.keys + w.mixing.values) / w.tp
+        keys_values = w.tokens * (w.heads.keys + w.heads.values) / w.tp
         if w.by_heads:
-            for size in heads_exchanged(w):
+            for size in w.heads_exchanged:
                 out.add("cp", "all_to_all", passes * times, size)
         elif w.config.parallelism.context_parallel_rotate_method == "alltoall":
             out.add("cp", "all_to_all", passes * (w.cp - 1) * times, keys_values * w.element)
@@ -102,7 +97,7 @@ def hardware_flops(w: Workload) -> dict[tuple[str, str], float]:
         flops = (1 + BACKWARD_PRODUCTS + linear.recompute_share) * linear.flops * count
         out[key] = out.get(key, 0.0) + flops * tokens
     for block, count in blocks:
-        passes = 1 + block.mixing.backward + w.recompute.attention
-        key = ("matmul", "float32") if block.mixing.module == "delta" else ("attention", dtype)
+        passes = 1 + block.heads.backward + w.recompute.attention
+        key = ("matmul", "float32") if not block.heads.kv_heads else ("attention", dtype)
         out[key] = out.get(key, 0.0) + passes * block.attention_flops * count * tokens
     return out

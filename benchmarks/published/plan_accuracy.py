@@ -28,7 +28,7 @@ from scipy.optimize import least_squares, minimize
 from scipy.stats import spearmanr
 
 from torchtitan.tools.planner.hardware import load_hardware
-from torchtitan.tools.planner.memory import hidden_bytes, memory_of, pipeline_bytes
+from torchtitan.tools.planner.memory import memory_of, pipeline_bytes
 from torchtitan.tools.planner.predict import LATE_HOST_NOTE, SPEED_DEVIATIONS, features, memory_band
 from torchtitan.tools.planner.workload import Workload
 
@@ -181,7 +181,7 @@ def held_then(w: Workload, pp_rank: int) -> float:
     """
     if w.pipeline is None:
         return 0.0
-    every = 2 * w.microbatches * hidden_bytes(w) * len(w.stages_of(pp_rank))
+    every = 2 * w.microbatches * w.hidden_bytes * len(w.stages_of(pp_rank))
     return every - pipeline_bytes(w, pp_rank)[1]
 
 

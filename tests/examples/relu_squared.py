@@ -18,6 +18,8 @@ from torchtitan.models.moe.moe import Experts, MoE
 
 
 class NoPositions(Attention):
+    cost = Attention.cost
+
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None) -> Tensor:
         return super().forward(x, torch.ones_like(cos), torch.zeros_like(sin), mask)
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 from tests.traced_step.allocator import peak_by_part, replay
 from tests.traced_step.cuda import LOSSES, recording
 from tests.traced_step.tracer import Tracer
-from torchtitan.config.converters import GROUPED_MX, MX, uses
+from torchtitan.config.converters import GROUPED_MX, MX, converts_experts, uses
 from torchtitan.config.derive import compiles_blocks, gradient_accumulation_steps, replace
 from torchtitan.config.registry import import_custom
 from torchtitan.config.sections.schema import Config
@@ -37,7 +37,6 @@ from torchtitan.parallel.fsdp import accumulation
 from torchtitan.parallel.mesh import Mesh, build_mesh
 from torchtitan.parallel.parallelize import parallelize
 from torchtitan.parallel.precision.dense import quantize
-from torchtitan.tools.planner.linears import experts_in_eight_bits
 from torchtitan.tools.planner.memory import CATEGORIES
 from torchtitan.tools.rehearsal.fake import fake_cluster, take_fake_memory
 from torchtitan.train.build import build_compute
@@ -327,13 +326,13 @@ def _eight_bit(
         return {}
     with torch.device("meta"):
         model = setup.spec.build(setup.args, attention_backend("cpu"))
-    quantize(model, config, config.parallelism.tensor_parallel_degree)
+    quantize(model, config)
     kind = "mxfp8" if uses(config, MX) else "float8"
     changed = [
         n for n, m in model.named_modules() if isinstance(m, nn.Linear) and type(m) is not nn.Linear
     ]
     found = {shapes[f"{name}.weight"]: kind for name in changed if f"{name}.weight" in shapes}
-    if experts_in_eight_bits(config):
+    if any(converts_experts(config, name) for name in shapes if ".moe.experts." in name):
         kind = "mxfp8" if uses(config, GROUPED_MX) else "float8"
         found |= {shape: kind for name, shape in shapes.items() if ".moe.experts." in name}
     return found

@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan.config import resolve
+from torchtitan.config.derive import replace
 from torchtitan.config.sections.parallelism import ActivationCheckpoint, Compile
 from torchtitan.config.sections.schema import Config
 from torchtitan.models import get_spec
@@ -20,8 +21,7 @@ from torchtitan.parallel.memory.checkpoint import (
     apply_activation_checkpoint,
     memory_budget,
 )
-from torchtitan.tools.planner.block import kind_of, mixing_of
-from torchtitan.tools.planner.linears import block_linears
+from torchtitan.parallel.record import Record
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError
 
@@ -190,11 +190,11 @@ def test_products_are_recomputed_by_name(name, shapes):
     with Shapes() as counter:
         loss.backward()
     assert {shape: counter.shapes.count(shape) for shape in shapes} == shapes
-    kinds = [kind_of(args, block) for block in range(3)]
+    record = Record(replace(config, "model.name", "deepseek_v3"), args, None)
     linears = [
         linear
-        for kind in kinds
-        for linear in block_linears(config, args, kind, mixing_of(args, kind.mixing, 16, False))
+        for block, count in record.block_counts(record.stages)
+        for linear in block.linears * count
         if ".shared." not in linear.name  # its backwards multiply matrices of the same shapes
     ]
     recomputed = Counts(

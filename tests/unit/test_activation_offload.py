@@ -14,7 +14,6 @@ from torchtitan.optim.loss import cross_entropy
 from torchtitan.parallel.compile import apply_compile
 from torchtitan.parallel.memory.checkpoint import apply_activation_checkpoint
 from torchtitan.parallel.memory.offload import Offload, _Copy, apply_activation_offload
-from torchtitan.tools.planner.block_memory import offloaded_per_block
 from torchtitan.tools.planner.memory import memory_of
 from torchtitan.utils.torch_compat import torch_is_before_2_13
 
@@ -78,7 +77,7 @@ def test_bits_are_the_same_and_bytes_are_those_planned(mode, blocks):
         "copies outlive the backward"
     )
     if mode != "compiled":  # what a compiler keeps is its own choice
-        of_block = offloaded_per_block(workload("--model.flavor=8B", *SHAPE, *MODES[mode]))
+        of_block = workload("--model.flavor=8B", *SHAPE, *MODES[mode]).offloaded_per_block
         # torch's two RMSNorms keep their results before the weight too
         if mode == "none" and torch_is_before_2_13():
             of_block += 2 * ROWS * SEQ * SIZES["dim"] * 4
@@ -114,7 +113,7 @@ def test_planned_memory_has_two_blocks_on_their_way():
         ]
         for n in (0, -1)
     )
-    assert kept - away == 30 * offloaded_per_block(workload(*argv))
+    assert kept - away == 30 * workload(*argv).offloaded_per_block
 
 
 def test_copies_return_one_block_ahead(monkeypatch):

@@ -8,6 +8,7 @@ from torch import nn
 
 from tests.rounding import assert_rounds
 from torchtitan.config import resolve
+from torchtitan.config.derive import replace
 from torchtitan.config.sections.quantize import Quantize
 from torchtitan.models import get_spec
 from torchtitan.models.attention.backend import attention_backend
@@ -22,7 +23,8 @@ MX = ("--model.converters=mx", "--quantize.linear.mx.recipe_name=mxfp8_emulated"
 def converted(*argv, flavor="8B", tp_degree=1, **overrides):
     with torch.device("meta"):
         model = SPEC.build(SPEC.args(flavor, {"n_layers": 1} | overrides), attention_backend("cpu"))
-    quantize(model, resolve(list(argv), 1).config, tp_degree)
+    config = resolve(list(argv), 1).config
+    quantize(model, replace(config, "parallelism.tensor_parallel_degree", tp_degree))
     return {
         name.removeprefix("layers.0.")
         for name, module in model.named_modules()
@@ -98,7 +100,7 @@ def test_nothing_is_asked_of_the_hardware_by_default():
 def linear(argv):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 96, bias=False))
-    quantize(model, resolve(list(argv), 1).config, 1)
+    quantize(model, resolve(list(argv), 1).config)
     assert type(model[0]) is not nn.Linear
     return model[0]
 

@@ -143,7 +143,7 @@ def test_float8_on_cuda_calls_torchao_with_groups_that_it_takes(inputs, monkeypa
     monkeypatch.setattr(fp8_grouped_mm, "_to_fp8_rowwise_then_scaled_grouped_mm", product)
     model = nn.Module()
     model.experts = Experts(4, 64, 48)
-    quantize(model, resolve(FLOAT8, 1).config, 1)
+    quantize(model, resolve(FLOAT8, 1).config)
     assert_same_products(
         gradients(model.experts.product, *inputs), gradients(grouped_mm, *inputs), inputs
     )
@@ -154,7 +154,7 @@ def test_experts_are_converted_by_name_and_nothing_else():
     with torch.device("meta"):
         model = SPEC.build(SPEC.args("debugmodel", SIZES), attention_backend("cpu"))
     before = {name: type(module) for name, module in model.named_modules()}
-    quantize(model, resolve(argv, 1).config, 1)
+    quantize(model, resolve(argv, 1).config)
     assert {name: type(module) for name, module in model.named_modules()} == before
     products = {
         name: module.product
@@ -168,7 +168,7 @@ def test_float8_of_linear_layers_leaves_router_and_experts_alone():
     with torch.device("meta"):
         model = SPEC.build(SPEC.args("debugmodel", SIZES), attention_backend("cpu"))
     argv = ["--model.converters=float8", "--quantize.linear.float8.emulate"]
-    quantize(model, resolve(argv, 1).config, 1)
+    quantize(model, resolve(argv, 1).config)
     block = model.layers["0"]
     assert type(block.attention.wq) is not nn.Linear
     assert block.moe.experts.product is grouped_mm

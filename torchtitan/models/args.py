@@ -4,7 +4,7 @@ A family is a set of such hyper-parameters and a map to Hugging Face's names. Im
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -51,22 +51,15 @@ DEBUG_EXPERTS: Mapping[str, int] = {
 """Depth and experts of a `debugmodel` with experts."""
 
 
+def mean_span(seq_len: int, window: int | None) -> float:
+    """Twice the mean number of tokens that a token of a row sees, itself included."""
+    if window is None or window >= seq_len:
+        return seq_len
+    return 2 * window - window**2 / seq_len
+
+
 class DecoderArgs(ModelArgs):
     """Hyper-parameters of a decoder."""
-
-    free_of_cost: ClassVar[frozenset[str]] = frozenset(
-        {
-            *("attention_scale", "latent_norm_eps", "norm_eps", "norm_plus_one", "init_std"),
-            *("rope_theta", "rope_scaling", "rope_fraction", "rope_interleaved"),
-            *("window_rope_theta", "scale_window_rope"),
-            *("embedding_scale", "embedding_norm", "logit_scale", "logit_softcap"),
-            *("router_scores", "normalize_expert_weights", "route_scale"),
-            *("n_expert_groups", "expert_groups_per_token", "mup_base_dim", "mup_base_head_size"),
-        }
-    )
-    """Hyper-parameters that barely change memory and time. Subclasses add theirs, so that the
-    planner accepts other values than the defaults.
-    """
 
     # ---- size
     vocab_size: VocabSize

@@ -58,7 +58,6 @@ def parallelize(
     training = config.training
     p = config.parallelism
     ac = config.activation_checkpoint
-    tp_degree = mesh.size("tp")
     experts_apart = mesh.expert_fsdp is not None
     silence_false_alarms()
     configure_compiler(config, mesh)
@@ -73,7 +72,7 @@ def parallelize(
         model.to(getattr(torch, training.dtype))
         if config.model.delta_rule == "fla":
             use_fla(model)
-        quantize(model, config, tp_degree)
+        quantize(model, config)
         apply_expert_parallel(model, mesh, build_balance(config), splits)
         apply_tensor_parallel(
             model,

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torchtitan.models import register
 from torchtitan.models.args import DecoderArgs
 from torchtitan.models.attention.interface import Attend, Mask
+from torchtitan.models.costs import Cost, products_of
 from torchtitan.models.decoder.model import Attention, Block, Decoder
 from torchtitan.models.families import llama3
 from torchtitan.models.layers.rope import apply_rope
@@ -28,6 +29,11 @@ class GatedAttention(Attention):
         out = self.attend(q, k, v, self.scores.masked(mask))
         gated = out.transpose(1, 2) * self.gate(x).sigmoid().unsqueeze(-1)
         return self.wo(gated.flatten(2))
+
+    def cost(self, seq_len: int) -> Cost:
+        width = self.wo.in_features
+        gating = Cost(products_of(self, ("gate",)), moved=2 * width, saved=width)
+        return super().cost(seq_len) + gating
 
 
 class GatedBlock(Block):

@@ -6,8 +6,9 @@ Shapes: b batch, s sequence, h query heads, k key-value heads, d head size, r ro
 import torch
 from torch import Tensor, nn
 
-from torchtitan.models.args import DecoderArgs
+from torchtitan.models.args import DecoderArgs, mean_span
 from torchtitan.models.attention.interface import Attend, Mask, Scores
+from torchtitan.models.costs import FP32, Cost, Heads, products_of
 from torchtitan.models.layers.linear import PerHead, TokenLinear
 from torchtitan.models.layers.norms import build_norm
 from torchtitan.models.layers.rope import apply_rope
@@ -74,6 +75,53 @@ class Attention(nn.Module):
         if self.wg is not None:
             out = out * self.wg(x).sigmoid()
         return self.wo(out)
+
+    def cost(self, seq_len: int) -> Cost:
+        """Rotations read and write queries and keys; attention reads and writes all heads. The
+        backward needs the input, queries, keys, values and the output; with gates also these and
+        their products; and the inputs of norms of heads.
+        """
+        queries = self.wq.out_features
+        keys = self.wk.out_features
+        counts = queries // self.head_dim, keys // self.head_dim
+        gates = 0 if self.wg is None else 2 * queries
+        is_normed = self.q_norm is not None or self.wq_norm is not None
+        norms = queries + keys if is_normed else 0
+        heads = score_heads(self.scores, counts, (self.head_dim, self.head_dim), seq_len)
+        return Cost(
+            products=products_of(self, ("wq", "wk", "wv", "wg", "wo")),
+            gathered=(self.wq.in_features,),
+            moved=4 * (queries + keys) + 2 * gates,
+            saved=self.wq.in_features + 2 * (queries + keys) + gates + norms,
+            saved_bytes=FP32 * (heads.log_sums + (sum(counts) if is_normed else 0)),
+            heads=heads,
+        )
+
+
+def score_heads(
+    scores: Scores, counts: tuple[int, int], sizes: tuple[int, int], seq_len: int
+) -> Heads:
+    """Heads that mix tokens by scores, of which the unmasked half counts.
+
+    The backward computes scores again, gradients of queries and keys, and of values and weights
+    (Dao, arXiv:2307.08691).
+
+    Args:
+        counts: number of query heads, and of heads of keys and values.
+        sizes: width of a head's queries and keys, and of its values.
+    """
+    heads, kv_heads = counts
+    size, value_size = sizes
+    return Heads(
+        queries=heads * size,
+        keys=kv_heads * size,
+        values=kv_heads * value_size,
+        out=heads * value_size,
+        flops=mean_span(seq_len, scores.window) * heads * (size + value_size),
+        backward=(3 * size + 2 * value_size) / (size + value_size),
+        kv_heads=kv_heads,
+        log_sums=heads,
+    )
 
 
 def layer_scores(args: DecoderArgs) -> Scores:
@@ -170,6 +218,28 @@ class LatentAttention(nn.Module):
             key = apply_rope(key, cos, sin, interleaved=self.interleaved)
         out = self.attend_latents(q, latents[..., : self.rank], key, mask)
         return self.wo(out.flatten(2))
+
+    def cost(self, seq_len: int) -> Cost:
+        """The backward needs the input, the narrow vectors before and after their norms, queries,
+        keys and values of all heads, and the output. Tensor parallelism gathers what queries and
+        keys are computed from, where it is narrow.
+        """
+        count = self.wo.in_features // self.value_dim
+        dim = self.wkv_a.weight.shape[1]
+        narrow = self.rank + self.widths[1]
+        query_rank = 0 if self.wq_b is None else self.wq_b.in_features
+        sizes = (self.head_dim, self.value_dim)
+        heads = score_heads(self.scores, (count, count), sizes, seq_len)
+        extra = dim + narrow + 2 * query_rank + self.rank
+        return Cost(
+            products=products_of(self, ("wq", "wq_a", "wq_b", "wkv_a", "wkv_b", "wo")),
+            gathered=(query_rank or dim, narrow),
+            moved=4 * heads.queries + 2 * (heads.keys + heads.values + extra),
+            saved=2 * heads.queries + 2 * heads.values + extra + narrow + query_rank,
+            saved_bytes=FP32 * heads.log_sums,
+            launches=(8, 17, 6, 12),
+            heads=heads,
+        )
 
     def attend_latents(
         self, q: Tensor, compressed: Tensor, key: Tensor, mask: Mask | None

@@ -26,6 +26,7 @@ from torch.func import functional_call
 from torchtitan.models.args import DecoderArgs, LayerKind
 from torchtitan.models.attention.interface import Attend, DocumentMask, Mask, reads_documents
 from torchtitan.models.attention.modules import Attention, LatentAttention, layer_scores
+from torchtitan.models.costs import Cost, Product, cost_of
 from torchtitan.models.decoder.mtp import embed_next, mtp_module
 from torchtitan.models.delta.layer import GatedDeltaNet
 from torchtitan.models.layers.feed_forward import FeedForward
@@ -52,6 +53,7 @@ class _Block(nn.Module):
 
     def __init__(self, args: DecoderArgs, attend: Attend):
         super().__init__()
+        self.dim = args.dim
         before = args.norm_placement != "after"
         after = args.norm_placement != "before"
         self.attention_norm = build_norm(args.dim, args) if before else None
@@ -78,6 +80,17 @@ class _Block(nn.Module):
             mask = mask.mask
         out = self.mixer(inputs, cos, sin, mask)
         return x + (out if self.attention_post_norm is None else self.attention_post_norm(out))
+
+    def cost(self, seq_len: int) -> Cost:
+        """The mixer, norms, and additions to the residual stream. The backward needs each norm's
+        input.
+        """
+        before, after = self.attention_norm, self.attention_post_norm
+        norms = 4 if before is not None and after is not None else 2
+        halves = Cost(
+            moved=(5 + 2 * norms) * self.dim, saved=norms * self.dim, launches=(28, 39, 13, 22)
+        )
+        return halves + cost_of(self.mixer, seq_len, self.mixer_name)
 
     def read(self, x: Tensor) -> Tensor:
         """The input of the feed-forward network or the experts: the residual stream, normalized."""
@@ -106,6 +119,10 @@ class Block(_Block):
     ) -> Tensor:
         x = self.mix(x, cos, sin, mask)
         return self.add(x, self.feed_forward(self.read(x)))
+
+    def cost(self, seq_len: int) -> Cost:
+        """Both halves."""
+        return super().cost(seq_len) + cost_of(self.feed_forward, seq_len, "feed_forward")
 
 
 class MoEBlock(_Block):
@@ -139,6 +156,10 @@ class MoEBlock(_Block):
         # Replaced, not passed beside the old `rows`: checkpointing keeps the inputs of each part.
         out = self.after_experts(x, shared, routing._replace(rows=rows))
         return out, routing.load
+
+    def cost(self, seq_len: int) -> Cost:
+        """Both halves."""
+        return super().cost(seq_len) + cost_of(self.moe, seq_len, "moe")
 
     def before_experts(
         self,
@@ -278,6 +299,10 @@ class Decoder(nn.Module):
             logits = logits * self.args.logit_factor
         cap = self.args.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def cost(self, seq_len: int) -> Cost:
+        """The projection to the vocabulary."""
+        return Cost((Product("output", self.args.dim, self.args.vocab_size),))
 
     def forward(
         self,

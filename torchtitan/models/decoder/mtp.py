@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchtitan.models.costs import Cost, products_of
 from torchtitan.models.layers.linear import TokenLinear
 from torchtitan.models.layers.norms import RMSNorm, build_norm
 
@@ -51,14 +52,24 @@ class MTPModule(nn.Module):
         hidden, embeddings = x.chunk(2, dim=-1)
         return self.eh_proj(torch.cat([self.enorm(embeddings), self.hnorm(hidden)], dim=-1))
 
+    def cost(self, seq_len: int) -> Cost:
+        """The block's, and embedding and hidden state: as they come, normalized, and joined."""
+        joins = products_of(self, ("eh_proj",))
+        block: Cost = super().cost(seq_len)
+        return Cost(products=joins, saved=5 * joins[0].outputs) + block
+
 
 class _MTPBlock(MTPModule):
+    cost = MTPModule.cost
+
     def forward(self, x: Tensor, *shared: Any) -> Tensor:
         return self.output_norm(super().forward(self.join(x), *shared))
 
 
 class _MTPMoEBlock(MTPModule):
     """A block with experts, whose forward calls both methods."""
+
+    cost = MTPModule.cost
 
     def before_experts(self, x: Tensor, *shared: Any) -> Any:
         return super().before_experts(self.join(x), *shared)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from torchtitan.models.args import DecoderArgs, unused
+from torchtitan.models.args import DecoderArgs, mean_span, unused
 from torchtitan.models.decoder import mup
 from torchtitan.models.delta.args import TENSOR_PARALLEL_STYLES as DELTA_STYLES
 from torchtitan.models.delta.args import delta_flops, delta_init
@@ -78,9 +78,7 @@ def _mixing_flops(args: DecoderArgs, seq_len: int) -> float:
     (kind,) = args.layer_pattern
     if kind == "delta":
         return delta_flops(args, seq_len)
-    span = float(seq_len)
-    if kind == "window" and args.window is not None and args.window < seq_len:
-        span = 2 * args.window - args.window**2 / seq_len
+    span = mean_span(seq_len, args.window if kind == "window" else None)
     scores = 6 * args.n_heads * (args.head_dim + args.value_dim) * span
     return 6.0 * _attention_weights(args) + scores
 

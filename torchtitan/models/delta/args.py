@@ -66,16 +66,23 @@ def delta_init(module: str, args: DeltaArgs) -> Init | None:
 def delta_flops(args: DeltaArgs, seq_len: int) -> float:
     """FLOPs per token of a layer's forward and backward.
 
-    A backward costs twice its forward, and masked halves count, as in `module_flops`. The chunked
-    rule counts its products and the triangular system, solved for keys and values; the convolution
-    doesn't count, as it is no product of matrices.
+    A backward costs twice its forward, and masked halves count, as in `module_flops`.
+    """
+    keys = args.delta_key_heads * args.delta_key_size
+    values = args.delta_value_heads * args.delta_value_size
+    projections = args.dim * (2 * keys + 3 * values + 2 * args.delta_value_heads)
+    return 6.0 * projections + 3 * rule_flops(args, seq_len)
+
+
+def rule_flops(args: DeltaArgs, seq_len: int) -> float:
+    """FLOPs per token of the chunked rule's forward: its products, and the triangular system,
+    solved for keys and values. The convolution doesn't count, as it is no product of matrices.
     """
     keys = args.delta_key_heads * args.delta_key_size
     values = args.delta_value_heads * args.delta_value_size
     key_size = args.delta_key_size
-    projections = args.dim * (2 * keys + 3 * values + 2 * args.delta_value_heads)
     chunk = min(CHUNK, seq_len)
     scores = 2 * chunk * keys
     system = chunk * (values + args.delta_value_heads * key_size)
     states = 3 * values * key_size
-    return 6.0 * (projections + scores + system + states + chunk * values)
+    return 2.0 * (scores + system + states + chunk * values)

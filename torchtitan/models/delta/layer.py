@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from torchtitan.models.args import DecoderArgs
 from torchtitan.models.attention.interface import DocumentMask
+from torchtitan.models.costs import Cost, Heads, products_of
+from torchtitan.models.delta.args import rule_flops
 from torchtitan.models.delta.fla import fla_delta_rule
 from torchtitan.models.delta.rule import causal_convolution, chunked_delta_rule, normalize
 from torchtitan.models.layers.linear import PerHead
@@ -122,6 +124,7 @@ class GatedDeltaNet(nn.Module):
         super().__init__()
         keys = args.delta_key_heads
         values = args.delta_value_heads
+        self.args = args
         self.group = values // keys
         self.key_size = args.delta_key_size
         self.value_size = args.delta_value_size
@@ -148,6 +151,32 @@ class GatedDeltaNet(nn.Module):
             self.v_conv().unflatten(0, (-1, self.group * self.value_size)),
             self.A_log().unflatten(0, (-1, self.group)),
             dt_bias=self.dt_bias().unflatten(0, (-1, self.group)),
+        )
+
+    def cost(self, seq_len: int) -> Cost:
+        """The rule runs in fp32, on copies of queries, keys and values, and keeps what its chunks
+        compute.
+        """
+        args = self.args
+        values = self.out_proj.in_features
+        keys = self.in_proj_qkvz.out_features // 2 - values
+        chunks = 2 * (4 * args.delta_value_heads * self.key_size + 6 * values)
+        extra = values + 2 * (2 * keys + values) + chunks
+        heads = Heads(
+            queries=keys,
+            keys=keys,
+            values=values,
+            out=values,
+            flops=rule_flops(args, seq_len),
+            backward=2.0,
+            gates=2 * args.delta_value_heads,
+        )
+        return Cost(
+            products=products_of(self, ("in_proj_qkvz", "in_proj_ba", "out_proj")),
+            gathered=(args.dim,),
+            moved=6 * keys + 2 * values + 2 * extra,
+            saved=args.dim + 2 * (keys + values) + extra,
+            heads=heads,
         )
 
     def forward(

@@ -4,6 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.models.args import Activation
+from torchtitan.models.costs import Cost, products_of
 
 GATE_LIMIT = 7.0
 GATE_SLOPE = 1.702
@@ -39,3 +40,14 @@ class FeedForward(nn.Module):
         gate = self.w1(x)
         up = None if self.w3 is None else self.w3(x)
         return self.w2(activate(self.activation, gate, up))
+
+    def cost(self, seq_len: int) -> Cost:
+        """Its backward needs the input, `w2`'s input, and what that is made of."""
+        hidden, dim = self.w1.weight.shape
+        return Cost(
+            products=products_of(self, ("w1", "w3", "w2")),
+            gathered=(dim,),
+            moved=3 * hidden,
+            saved=dim + (3 if self.w3 is None else 4) * hidden,
+            inner=hidden,
+        )

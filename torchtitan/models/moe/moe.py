@@ -18,9 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.models.args import Activation, DecoderArgs
+from torchtitan.models.costs import Cost, cost_of, products_of
 from torchtitan.models.layers.feed_forward import FeedForward, activate
 from torchtitan.models.moe.grouped import grouped_bias, grouped_mm, grouped_swiglu
 from torchtitan.models.moe.router import Gate, Load, Router
+
+ROUTING_BYTES = 70
+"""Bytes that a row keeps for the backward: its place in both orders, weight and expert, on its way
+there and back. As traced.
+"""
 
 
 class Routing(NamedTuple):
@@ -163,6 +169,21 @@ class Experts(nn.Module):
         up = linear(rows, 3) if "w3" in by_name else None
         return linear(activate(self.activation, gate, up), 2)
 
+    def cost(self, rows: int) -> Cost:
+        """The cost of `rows` rows per token. The backward needs two of the products; in 8 bits also
+        the third one's input, and what that is made of; and the clamped activation's eager one what
+        is biased, clamped, and the gate's sigmoid.
+        """
+        hidden = rows * self.w1.shape[1]
+        return Cost(
+            products=products_of(self, ("w1", "w3", "w2"), rows),
+            moved=3 * hidden,
+            saved=2 * hidden,
+            saved_eager=5 * hidden if self.activation == "clamped_swiglu" else 0,
+            saved_in_8_bits=2 * hidden,
+            inner=self.w1.shape[1],
+        )
+
 
 class MoE(nn.Module):
     """The router and the experts of a block."""
@@ -184,6 +205,24 @@ class MoE(nn.Module):
             self.shared = FeedForward(args.dim, args.shared_expert_dim, **options)
         if args.shared_expert_gate:
             self.shared_gate = Gate(args.dim, 1)
+
+    def cost(self, seq_len: int) -> Cost:
+        """Rows are copied to be sorted, and summed. The backward needs them, what the experts
+        return, and the shared expert's output.
+        """
+        k = self.router.top_k
+        dim = self.experts.w1.shape[2]
+        rows = Cost(
+            moved=3 * k * dim,
+            saved=2 * k * dim,
+            saved_bytes=ROUTING_BYTES * k,
+            launches=(54, 35, 22, 18),
+        )
+        cost = rows + cost_of(self.router, seq_len, "router")
+        if self.shared is not None:
+            cost += Cost(saved=dim) + cost_of(self.shared, seq_len, "shared")
+            cost += Cost(products=products_of(self, ("shared_gate",)))
+        return cost + cost_of(self.experts, k, "experts")
 
     def compute(self, routing: Routing, inputs: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The experts' output for each row `[n, dim]`, and the shared expert's `[b, s, dim]`.

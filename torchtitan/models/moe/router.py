@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.models.args import DecoderArgs
+from torchtitan.models.costs import FP32, Cost, products_of
 from torchtitan.models.layers.linear import TokenLinear
 
 
@@ -44,6 +45,8 @@ class Load(NamedTuple):
 
 class Gate(TokenLinear):
     """Scores of all experts, in fp32: `[b, s, dim] -> [b, s, e]`."""
+
+    fp32 = True
 
     def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
@@ -110,6 +113,17 @@ class Router(nn.Module):
             loss = (self._losses(scores, probabilities, counts) * token_weights).sum()
             weights = _AddLoss.apply(weights, loss)
         return experts, weights, Load(counts.sum(0), loss.detach())
+
+    def cost(self, seq_len: int) -> Cost:
+        """Scores, softmax and choice, in fp32 and int64, are each read and written. The backward
+        needs an fp32 copy of the input, and the probabilities.
+        """
+        products = products_of(self, ("gate",))
+        return Cost(
+            products=products,
+            moved_bytes=60 * self.n_experts,
+            saved_bytes=FP32 * (products[0].inputs + self.n_experts),
+        )
 
     def record(self, load: Load) -> None:
         """Add to the load of the step. `forward` doesn't, because recomputation runs it twice."""

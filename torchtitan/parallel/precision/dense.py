@@ -17,9 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from torchtitan.config.converters import FLOAT8, MX, SMALL_LAYERS, gains_by_float8, uses
+from torchtitan.config.converters import FLOAT8, MX, converts_linear, uses
 from torchtitan.config.rules import ABSENT, Accelerator, Facts, check
-from torchtitan.config.sections.quantize import MXFP8, Float8
 from torchtitan.config.sections.schema import Config
 from torchtitan.models.spec import ShardingStyle
 from torchtitan.parallel.memory.regather import ColumnsOfGathered, gather_sequence
@@ -55,23 +54,16 @@ def check_hardware(
     check(config, Facts(device=accelerator, expert_sizes=sizes))
 
 
-def quantize(model: nn.Module, config: Config, tp_degree: int) -> None:
+def quantize(model: nn.Module, config: Config) -> None:
     """Convert layers of `model`, on the meta device and unsharded, as `model.converters` asks."""
     silence_false_alarms()
     if uses(config, FLOAT8):
-        _to_float8(model, config.quantize.linear.float8, tp_degree)
+        _to_float8(model, config)
     if uses(config, MX):
-        _to_mx(model, config.quantize.linear.mx, tp_degree)
+        _to_mx(model, config)
     quantize_experts(model, config)
     if config.model.converters and config.model.print_after_conversion:
         logger.info(f"Model after conversion:\n{model}")
-
-
-def _fits(module: nn.Module, fqn: str, excluded_names: Sequence[str], unit: int) -> bool:
-    """Whether to convert a layer: it is not excluded by name, and `unit` divides its sizes."""
-    if not isinstance(module, nn.Linear) or any(name in fqn for name in excluded_names):
-        return False
-    return module.in_features % unit == 0 and module.out_features % unit == 0
 
 
 def _report(model: nn.Module, kind: type, what: str) -> None:
@@ -95,25 +87,22 @@ def _report(model: nn.Module, kind: type, what: str) -> None:
 # ---- Float8
 
 
-def _to_float8(model: nn.Module, float8: Float8, tp_degree: int) -> None:
+def _to_float8(model: nn.Module, config: Config) -> None:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.float8.float8_linear import Float8Linear
 
+    float8 = config.quantize.linear.float8
     recipe = float8.recipe_name or "tensorwise"
-    excluded_names = [name for name in float8.filter_fqns if name != SMALL_LAYERS]
-    skips_small = SMALL_LAYERS in float8.filter_fqns
 
     def converts(module: Any, fqn: str) -> bool:
-        if not _fits(module, fqn, excluded_names, unit=16 * tp_degree):
-            return False
-        return not skips_small or gains_by_float8(recipe, module.in_features, module.out_features)
+        return converts_linear(config, fqn, module.in_features, module.out_features)
 
-    config = replace(
+    linear_config = replace(
         Float8LinearConfig.from_recipe_name(recipe),
         emulate=float8.emulate,
         enable_fsdp_float8_all_gather=float8.enable_fsdp_float8_all_gather,
     )
-    convert_to_float8_training(model, config=config, module_filter_fn=converts)
+    convert_to_float8_training(model, config=linear_config, module_filter_fn=converts)
     if float8.emulate:
         gather_float8_as_bytes()
     if float8.enable_fsdp_float8_all_gather:
@@ -212,11 +201,12 @@ class MXLinear(nn.Linear):
         return mx_mm.apply(x, self.weight, kind, kind, kind, 32, *self.kernels, False)
 
 
-def _to_mx(model: nn.Module, mx: MXFP8, tp_degree: int) -> None:
-    from torchao.prototype.mx_formats import config
+def _to_mx(model: nn.Module, config: Config) -> None:
+    from torchao.prototype.mx_formats import config as formats
     from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
     import_expert_kernels()
+    mx = config.quantize.linear.mx
     rounding = "rceil" if mx.recipe_name.endswith("rceil") else "floor"
     preference = KernelPreference.AUTO
     casts = ["triton", mx.mxfp8_dim1_cast_kernel_choice]
@@ -225,12 +215,14 @@ def _to_mx(model: nn.Module, mx: MXFP8, tp_degree: int) -> None:
         casts = ["torch", "torch"]
     kernels = (
         preference,
-        config.MXFP8Dim0CastKernelChoice(casts[0]),
-        config.MXFP8Dim1CastKernelChoice(casts[1]),
-        config.ScaleCalculationMode(rounding),
+        formats.MXFP8Dim0CastKernelChoice(casts[0]),
+        formats.MXFP8Dim1CastKernelChoice(casts[1]),
+        formats.ScaleCalculationMode(rounding),
     )
     for name, module in model.named_modules():
-        if type(module) is nn.Linear and _fits(module, name, mx.filter_fqns, unit=32 * tp_degree):
+        if type(module) is not nn.Linear:
+            continue
+        if converts_linear(config, name, module.in_features, module.out_features):
             module.__class__ = MXLinear
             module.kernels = kernels
     _report(model, MXLinear, f"MXFP8 ({mx.recipe_name})")

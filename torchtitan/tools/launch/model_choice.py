@@ -81,7 +81,7 @@ class ModelChoice:
         w = derived_workload(Config.model_validate({"model": model}), self.spec, 1)
         total = w.params(w.stages[0])
         idle = sum(
-            count * block.expert_params * (1 - block.top_k / block.experts)
+            count * block.expert_params * (1 - block.expert_rows / block.experts)
             for block, count in w.block_counts(w.stages)
             if block.experts
         )

@@ -9,6 +9,8 @@ the code of a block, checked only as part of the whole against
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from torchtitan.models.costs import FP32
+from torchtitan.parallel.record import FP8, Linear
 from torchtitan.tools.planner.comm_time import (
     context_parallel,
     expert_counts,
@@ -16,8 +18,7 @@ from torchtitan.tools.planner.comm_time import (
     tensor_parallel,
 )
 from torchtitan.tools.planner.hardware import Hardware
-from torchtitan.tools.planner.linears import Linear
-from torchtitan.tools.planner.workload import FP8, FP32, Workload
+from torchtitan.tools.planner.workload import Workload
 
 BACKWARD_POINTWISE = 2
 """Bytes that the backward of pointwise operations moves per byte of their forward. Counted."""
@@ -47,23 +48,8 @@ EXPERT_TILE = 128
 """Rows that a grouped product computes at a time. Of each expert's last tile half is empty on
 average. The tile of CUTLASS's kernels for Hopper.
 """
-ROUTER_MOVED_BYTES_PER_EXPERT = 60
-"""Bytes moved per expert and token by the router's forward: scores, softmax and choice in fp32 and
-int64, each read and written. Counted.
-"""
-
 LAUNCHES = "launches by the host"
 
-OPERATIONS = {
-    "block": ((28, 39), (13, 22)),
-    "latent attention": ((8, 17), (6, 12)),
-    "experts": ((54, 35), (22, 18)),
-    "exchange": ((20, 6), (20, 6)),
-    "tensor parallelism": ((6, 8), (6, 8)),
-}
-"""Kernels that a block launches, forward and backward, eager and compiled: a Llama's, and what the
-others add. Eager: counted in traced steps. Compiled: tests/cuda/compiled-kernels.md.
-"""
 COMPILED_LAUNCH = 0.4
 REGION_LAUNCHES = 10
 FSDP_LAUNCHES = 20
@@ -107,13 +93,13 @@ def block_time(w: Workload, hw: Hardware) -> Pass:
     )
 
     rate = (hw.fp32 if hw.device == "cpu" else _peak(w, hw)) * hw.attention
-    if w.mixing.module == "delta":  # products in fp32
+    if not w.heads.kv_heads:  # products in fp32
         rate = hw.fp32 * hw.gemm_bf16
     attention = w.attention_flops * w.tokens / rate
     if not w.by_heads:  # a ring's other ranks hold all but 1 / cp of the keys
         attention *= 1 / w.cp + (1 - 1 / w.cp) / hw.ring_attention
 
-    pointwise = _pointwise_bytes(w) * (1.0 if w.compiled else hw.eager) / hw.bytes_per_s
+    pointwise = w.tokens * w.moved_bytes * (1.0 if w.compiled else hw.eager) / hw.bytes_per_s
     casts = _casts(w, hw)
     tensor = tensor_parallel(w, hw, (forward, backward))
     context = context_parallel(w, hw, attention)
@@ -124,7 +110,7 @@ def block_time(w: Workload, hw: Hardware) -> Pass:
     )
     rows = expert_rows(w, hw, hiding)
     counts = expert_counts(w, hw)
-    attention_repeats = w.mixing.backward / hw.attention_backward + w.recompute.attention
+    attention_repeats = w.heads.backward / hw.attention_backward + w.recompute.attention
     by_cause = {
         "matrix products": (forward, backward),
         "attention": (attention, attention * attention_repeats),
@@ -160,16 +146,8 @@ def host_seconds(w: Workload, hw: Hardware) -> tuple[float, float]:
     """Seconds in which the host launches a block's kernels, forward and backward."""
     if hw.device == "cpu" or w.software.cuda_graphs:
         return 0.0, 0.0
-    features = {
-        "block": True,
-        "latent attention": w.mixing.module == "latent_attention",
-        "experts": w.experts > 0,
-        "exchange": w.experts > 0 and w.ep > 1,
-        "tensor parallelism": w.tp > 1,
-    }
     compiled = w.compiled and not w.software.launches_alone
-    counts = [OPERATIONS[name][compiled] for name, applies in features.items() if applies]
-    forward, backward = (float(sum(column)) for column in zip(*counts, strict=True))
+    forward, backward = w.launches[2:] if compiled else w.launches[:2]
     backward += w.recompute.pointwise * forward
     groups = 1 + w.experts_apart
     if compiled:
@@ -179,29 +157,6 @@ def host_seconds(w: Workload, hw: Hardware) -> tuple[float, float]:
         )
     hooks = FSDP_LAUNCHES * groups
     return hw.host_launch * (forward + hooks), hw.host_launch * (backward + hooks)
-
-
-def _pointwise_bytes(w: Workload) -> float:
-    """Bytes that a compiled block's pointwise kernels read and write in its forward. Counted, in
-    elements per token: norms 4 d, and 4 d more where they are on both sides, residual additions
-    5 d, rotary embedding 4 q + 4 kv, gated activation 3 f, and two passes over further elements of
-    latent attention, gates or Gated DeltaNet. Of experts, for each row, also its copies: 2 d to
-    sort it, d to sum it, and 4 d around the exchange.
-    """
-    tokens = w.tokens / w.tp
-    mixing = w.mixing
-    keys_values = mixing.keys + mixing.values - mixing.copy_width  # rotated before they are copied
-    heads = 4 * mixing.queries + 2 * keys_values + 2 * mixing.extra_elements
-    norms = 4 if w.args.norm_placement == "both" else 0
-    outside = w.element * tokens * ((9 + norms) * w.dim + heads)
-    if not w.experts:
-        return outside + w.element * tokens * 3 * w.ffn
-    copies = (3 + 4 * (w.ep > 1)) * w.top_k
-    if w.software.fused_dispatch:
-        copies = w.top_k  # the others belong to the exchange
-    rows = w.element * (copies * w.dim + 3 * w.top_k * w.ffn)
-    shared = w.element * 3 * w.args.shared_expert_dim
-    return outside + tokens * (rows + shared + ROUTER_MOVED_BYTES_PER_EXPERT * w.experts)
 
 
 def _casts(w: Workload, hw: Hardware) -> tuple[float, float]:

@@ -8,12 +8,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from torchtitan.config.derive import offloaded_blocks
-from torchtitan.tools.planner.block_memory import offloaded_per_block
+from torchtitan.models.costs import FP32
+from torchtitan.parallel.record import FP8, Stage
 from torchtitan.tools.planner.hardware import Hardware
-from torchtitan.tools.planner.linears import experts_in_eight_bits
-from torchtitan.tools.planner.memory import hidden_bytes
-from torchtitan.tools.planner.stages import PlannedStage
-from torchtitan.tools.planner.workload import FP8, FP32, Workload
+from torchtitan.tools.planner.workload import Workload
 
 HOST_WAIT = 100e-6
 """Seconds without work for the device while the host waits for the number of rows from each rank: a
@@ -23,28 +21,6 @@ FUSED_LINK = 0.46
 """Rate of fused dispatch on the link relative to a collective's: DeepEP states 153 GB/s on H100."""
 
 
-def tensor_parallel_widths(w: Workload) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
-    """All-gathers and reduce-scatters of one block and microbatch, forward and backward: the widths
-    of their tensors, with the number of each.
-
-    With sequence parallelism each pass has two of each (Korthikanti et al., arXiv:2205.05198): what
-    is gathered in the forward is scattered in the backward. The backward gathers inputs again,
-    whether it recomputes them or kept their shards; recomputing all of a block also scatters its
-    results again, and a compiler drops the last of those, which nothing reads. Routed experts get
-    the tokens of each rank.
-    """
-    d = w.dim
-    networks = 0 if w.experts else 1
-    networks += w.experts > 0 and w.args.shared_expert_dim > 0
-    results = 1 + networks
-    drops = 1 if w.compiled and not w.experts else 0
-    input_widths = [*w.mixing.gathered_widths, *[d] * networks]
-    gathers = [(width, 2.0) for width in input_widths] + [(d, float(results))]
-    scatters = [(width, 1.0) for width in input_widths]
-    scatters.append((d, results + (results - drops) * w.recompute.attention))
-    return gathers, scatters
-
-
 def tensor_parallel(
     w: Workload, hw: Hardware, products: tuple[float, float]
 ) -> tuple[float, float]:
@@ -52,16 +28,15 @@ def tensor_parallel(
     if w.tp == 1:
         return 0.0, 0.0
     share = w.tokens * (w.tp - 1) / w.tp / hw.bandwidth(w.tp, 1)
-    gathers, scatters = tensor_parallel_widths(w)
+    gathers, scatters = w.tensor_widths
     # Eager collectives copy what they gather or scatter along the sequence of several rows.
     has_several_rows = w.tokens * w.cp > w.seq_len
     copy_seconds = 2 * w.tokens / hw.bytes_per_s if has_several_rows and not w.compiled else 0.0
     gather = share * (FP8 if w.tensorwise else w.element) + copy_seconds * w.element
     scatter = (share + copy_seconds) * w.element
-    results = len(gathers) - len(w.mixing.gathered_widths)
     # In the forward each input is gathered and each result scattered once.
     forward = sum(width * gather + hw.tp_sync for width, _ in gathers[:-1])
-    forward += results * (w.dim * scatter + hw.tp_sync)
+    forward += w.tensor_results * (w.dim * scatter + hw.tp_sync)
     total = sum(calls * (width * gather + hw.tp_sync) for width, calls in gathers)
     total += sum(calls * (width * scatter + hw.tp_sync) for width, calls in scatters)
     backward = total - forward
@@ -69,20 +44,6 @@ def tensor_parallel(
         forward -= hw.async_tp * min(forward, products[0])
         backward -= hw.async_tp * min(backward, products[1])
     return forward, backward
-
-
-def heads_exchanged(w: Workload) -> tuple[float, float]:
-    """Bytes that a block exchanges in the forward of one microbatch if context parallelism gives
-    each rank whole rows of some heads: the heads' input, on the way to their ranks, and their
-    output on its way back.
-    """
-    size = w.element * w.tokens / w.tp
-    mixing = w.mixing
-    heads_read = mixing.queries + mixing.keys + mixing.values + mixing.gates
-    if mixing.module == "attention":
-        copies = max(1, w.cp * w.tp // w.args.n_kv_heads)
-        heads_read = mixing.queries + copies * (mixing.keys + mixing.values)
-    return size * heads_read, size * mixing.out
 
 
 def context_parallel(w: Workload, hw: Hardware, attention: float) -> tuple[float, float]:
@@ -94,10 +55,10 @@ def context_parallel(w: Workload, hw: Hardware, attention: float) -> tuple[float
     if w.cp == 1:
         return 0.0, 0.0
     if w.by_heads:
-        size = sum(heads_exchanged(w)) * (w.cp - 1) / w.cp
+        size = sum(w.heads_exchanged) * (w.cp - 1) / w.cp
         once = size / hw.bandwidth(w.cp, w.tp) + 2 * hw.launch
         return once, once * (1 + w.recompute.attention)
-    elements = w.tokens * (w.mixing.keys + w.mixing.values) / w.tp * (w.cp - 1)
+    elements = w.tokens * (w.heads.keys + w.heads.values) / w.tp * (w.cp - 1)
     bandwidth = hw.bandwidth(w.cp, w.tp)
     keys_values = elements * w.element / bandwidth
     gradients = elements * FP32 / bandwidth
@@ -105,26 +66,11 @@ def context_parallel(w: Workload, hw: Hardware, attention: float) -> tuple[float
         # Each transfer hides behind attention to the keys that arrived before it; the last
         # gradients have none left.
         exposed = max(0.0, keys_values - attention)
-        gradients = max(gradients / (w.cp - 1), gradients - w.mixing.backward * attention)
+        gradients = max(gradients / (w.cp - 1), gradients - w.heads.backward * attention)
     else:
         # A gather hides behind attention to the rank's own keys.
         exposed = max(0.0, keys_values - attention / w.cp)
     return exposed, exposed * (1 + w.recompute.attention) + gradients
-
-
-def exchanges(w: Workload) -> float:
-    """Times that the forward of a block's experts exchanges rows, recomputation included.
-
-    Selection by operation saves what is exchanged, and a compiler's budget doesn't reach it.
-    """
-    if w.config.activation_checkpoint.mode in ("full", "selective"):
-        return 1 + w.recompute.attention
-    return 1
-
-
-def exchanged_bytes(w: Workload) -> float:
-    """Bytes of the rows that a rank sends to the experts, or gets back, for one microbatch."""
-    return w.element * w.tokens * w.expert_rows * w.dim
 
 
 def expert_rows(w: Workload, hw: Hardware, shared: tuple[float, float]) -> tuple[float, float]:
@@ -137,12 +83,13 @@ def expert_rows(w: Workload, hw: Hardware, shared: tuple[float, float]) -> tuple
     if w.ep == 1:
         return 0.0, 0.0
     if w.software.fused_dispatch:
-        to_experts = FP8 if experts_in_eight_bits(w.config) else w.element
+        eight_bit = any(x.experts and x.eight_bit for x in w.linears)
+        to_experts = FP8 if eight_bit else w.element
         there = _fused_exchange(w, hw, to_experts) + _fused_exchange(w, hw, w.element)
-        return there, exchanges(w) * there
-    rows = hw.exchange(exchanged_bytes(w), w.ep)
+        return there, w.exchanges * there
+    rows = hw.exchange(w.exchanged_bytes, w.ep)
     there, back = (rows + max(0.0, rows - products) for products in shared)
-    return there, back + (exchanges(w) - 1) * there
+    return there, back + (w.exchanges - 1) * there
 
 
 def _fused_exchange(w: Workload, hw: Hardware, element: int) -> float:
@@ -154,10 +101,10 @@ def _fused_exchange(w: Workload, hw: Hardware, element: int) -> float:
     inside = min(w.ep, hw.gpus_per_node)
     nodes = w.ep // inside
     size = w.tokens / w.tp * w.dim * element
-    target_nodes = _expected_distinct(nodes, w.top_k)
+    target_nodes = _expected_distinct(nodes, round(w.expert_rows * w.tp))
     if w.args.n_expert_groups > 1:
         target_nodes = min(target_nodes, w.args.expert_groups_per_token)
-    ranks = _expected_distinct(w.ep, w.top_k) * (inside - 1) / inside
+    ranks = _expected_distinct(w.ep, round(w.expert_rows * w.tp)) * (inside - 1) / inside
     link = size * ranks / (hw.link * hw.link_efficiency * FUSED_LINK)
     network = size * target_nodes * (nodes - 1) / nodes / (hw.network * hw.network_efficiency)
     return max(link, network) + hw.launch
@@ -175,12 +122,12 @@ def expert_counts(w: Workload, hw: Hardware) -> tuple[float, float]:
     once = hw.exchange(0.0, w.ep) + HOST_WAIT
     if w.software.fused_dispatch:  # within the dispatch, and nobody waits
         return 0.0, 0.0
-    return once, (exchanges(w) - 1) * once
+    return once, (w.exchanges - 1) * once
 
 
 def transfer(w: Workload, hw: Hardware) -> float:
     """Seconds to send a microbatch's hidden states to the next stage."""
-    return hidden_bytes(w) / hw.bandwidth(2, stride=w.world // w.pp) + hw.launch
+    return w.hidden_bytes / hw.bandwidth(2, stride=w.world // w.pp) + hw.launch
 
 
 def gather_and_reduce(w: Workload, hw: Hardware) -> tuple[float, float, float]:
@@ -190,12 +137,7 @@ def gather_and_reduce(w: Workload, hw: Hardware) -> tuple[float, float, float]:
     Yuan, doi:10.1016/j.jpdc.2008.09.002).
     """
     gather = scatter = reduce = 0.0
-    expert_params = w.expert_params * w.expert_padding
-    dense = w.block_params - w.expert_params
-    units = [(dense + expert_params * (not w.experts_apart), w.fsdp, w.tp, w.gathered_bytes)]
-    if w.experts_apart:
-        units.append((expert_params, w.efsdp, w.ep, w.element))
-    for params, ranks, stride, element_bytes in units:
+    for params, ranks, stride, element_bytes in w.units:
         if ranks > 1:
             bandwidth = hw.bandwidth(ranks, stride)
             share = (ranks - 1) / ranks
@@ -212,7 +154,7 @@ def gather_and_reduce(w: Workload, hw: Hardware) -> tuple[float, float, float]:
 
 
 def data_parallel(
-    w: Workload, hw: Hardware, times: Sequence[tuple[float, float]], stage: PlannedStage
+    w: Workload, hw: Hardware, times: Sequence[tuple[float, float]], stage: Stage
 ) -> dict[str, float]:
     """FSDP's communication that compute doesn't hide, and the compute that it slows down.
 
@@ -305,7 +247,7 @@ def activation_offload(
     for stage in w.stages_of(pp_rank):
         share = offloaded_blocks(ac, stage.layers) / max(1, stage.layers)
         for block, (forward, backward), count in zip(w.blocks, times, stage.kinds, strict=True):
-            copy = offloaded_per_block(block) / hw.host_link
+            copy = block.offloaded_per_block / hw.host_link
             exposed = max(0.0, copy - forward) + max(0.0, copy - backward)
             total += share * count * exposed
     return total * w.microbatches * w.accumulation

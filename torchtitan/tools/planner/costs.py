@@ -11,14 +11,14 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from torchtitan.tools.planner.block import block_layers
+from torchtitan.models.costs import FP32
+from torchtitan.parallel.record import Stage
 from torchtitan.tools.planner.block_time import LAUNCHES, Pass, block_time, ends_time
 from torchtitan.tools.planner.comm_time import activation_offload, data_parallel, transfer
 from torchtitan.tools.planner.hardware import Hardware
 from torchtitan.tools.planner.pipeline_costs import batch_time
 from torchtitan.tools.planner.pipeline_timeline import Timeline, program, simulate
-from torchtitan.tools.planner.stages import PlannedStage
-from torchtitan.tools.planner.workload import FP32, Workload
+from torchtitan.tools.planner.workload import Workload
 
 ADAMW_BYTES_FUSED = 40
 ADAMW_BYTES = 70
@@ -26,6 +26,8 @@ ADAMW_BYTES = 70
 writes all but the gradient (28), the norm reads the gradient (4), clipping reads and writes it (8).
 Not fused: with temporary tensors, an estimate.
 """
+NORMS = 2
+"""Weights of a block that autograd is asked for beside those of linear layers."""
 BUBBLE = "pipeline bubble"
 REPEATED = "repeated by a split backward"
 """Causes of time with a pipeline: ranks wait for each other, and repeat work that a schedule
@@ -138,7 +140,7 @@ def _durations(w: Workload, blocks: Sequence[Pass], ends: Pass) -> Callable[[int
     end = {"F": ends.forward, "B": ends.backward, "W": ends.weights}
     end["I"] = end["B"] - end["W"]
 
-    def seconds(stage: PlannedStage) -> dict[str, float]:
+    def seconds(stage: Stage) -> dict[str, float]:
         return {
             kind: stage.has_output * end[kind]
             + sum(count * block[kind] for count, block in zip(stage.kinds, kinds, strict=True))
@@ -155,13 +157,8 @@ def _seconds_by_kind(w: Workload, block: Pass) -> dict[str, float]:
     inputs = weights = block.backward
     if not w.compiled:
         inputs -= block.weights
-        weights = block.weights + _parameters(w) * w.recompute.pointwise * block.forward
+        weights = block.weights + (len(w.linears) + NORMS) * w.recompute.pointwise * block.forward
     return {"F": block.forward, "B": block.backward, "I": inputs, "W": weights}
-
-
-def _parameters(w: Workload) -> int:
-    """Number of weights in a block: linear layers, two norms, and the norms of heads."""
-    return len(w.linears) + 2 + 2 * w.args.qk_norm
 
 
 # ---- the optimizer
@@ -194,12 +191,9 @@ def _orthogonalization_flops(w: Workload, rank: int) -> float:
     flops = 0.0
     matrices_by_size: Counter[tuple[float, int]] = Counter()
     for block, count in w.block_counts(w.stages_of(rank)):
-        layers = block_layers(block.args, block.kind, block.mixing)
-        for layer, x in zip(layers, block.linears, strict=True):
-            shards = block.fsdp * (1 if layer.split == "tokens" else block.tp)
-            if x.experts:
-                shards = block.efsdp
-            flops_per_matrix = _newton_schulz_flops(layer.inputs, layer.outputs)
+        for product, x in zip(block.cost.products, block.linears, strict=True):
+            shards = block.efsdp if x.experts else block.fsdp * x.shards
+            flops_per_matrix = _newton_schulz_flops(product.inputs, product.outputs)
             matrices = max(1, x.experts)
             if w.config.optimizer.early_step_in_backward:
                 flops += count * math.ceil(matrices / shards) * flops_per_matrix

@@ -30,13 +30,10 @@ def _host_memory(w: Workload, pp_rank: int) -> dict[str, float]:
     saves = config.checkpoint.enable and not config.checkpoint.load_only
     copies = saves and config.checkpoint.async_mode != "disabled"
     if w.pipeline is None:
-        activations = offloaded_bytes(w.block_counts(w.stages))
+        activations = offloaded_bytes(w, w.stages)
     else:
         activations = max(
-            sum(
-                n * offloaded_bytes(w.block_counts([w.stages[i]]))
-                for i, n in m.microbatches.items()
-            )
+            sum(n * offloaded_bytes(w, [w.stages[i]]) for i, n in m.microbatches.items())
             for m in in_flight(w.pipeline, w.microbatches, pp_rank)
         )
     sizes = (

@@ -10,22 +10,14 @@ met traced steps (`tests/traced_step`), and compiled pipelines the published run
 "adjusted".
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from torchtitan.config.derive import offloaded_blocks
-from torchtitan.tools.planner.block_memory import (
-    block_bytes,
-    expert_gradients,
-    offloaded_per_block,
-    postponed_bytes,
-    saved_bytes,
-    working_bytes,
-)
+from torchtitan.models.costs import FP32
+from torchtitan.parallel.record import BYTES, Record, Stage
 from torchtitan.tools.planner.pipeline_costs import InFlight, in_flight
-from torchtitan.tools.planner.stages import PlannedStage
-from torchtitan.tools.planner.workload import BYTES, FP32, Workload
+from torchtitan.tools.planner.workload import Workload
 
 GIB = 2**30
 CATEGORIES = (
@@ -78,7 +70,7 @@ COMPILED_PIPELINE_BUFFERS = 2
 """
 
 
-BlockCounts = Sequence[tuple[Workload, int]]
+BlockCounts = Sequence[tuple[Record, int]]
 """Kinds of blocks of a stage, with how many there are of each."""
 
 
@@ -106,7 +98,9 @@ def memory_of(w: Workload, pp_rank: int) -> Memory:
     blocks = w.block_counts(stages)
     state = {} if w.config.training.enable_cpu_offload else state_bytes(w, stages)
     logits, hole = _logits(w) if any(stage.has_output for stage in stages) else (0.0, 0.0)
-    working = max((working_bytes(b) * b.tokens + expert_gradients(b) for b, _ in blocks), default=0)
+    working = max(
+        (_working_bytes(b) * b.tokens + _expert_gradients(b) for b, _ in blocks), default=0
+    )
     sizes = state | {
         "activations": max(0.0, working - logits),
         "logits": logits,
@@ -126,8 +120,7 @@ def _whole_model(w: Workload, blocks: BlockCounts, gradients: float) -> dict[str
         gradients: bytes of the state's.
     """
     (model,) = w.stages
-    sizes = {"activations": _block_total(saved_bytes, blocks) - offloaded_bytes(blocks)}
-    sizes["activations"] += _in_transit_bytes(blocks)
+    sizes = {"activations": _kept_bytes(w, w.stages) + _in_transit_bytes(w, w.stages)}
     largest = sorted((b.block_params for b, count in blocks for _ in range(count)), reverse=True)
     ends = [w.element * size for size in w.ends(model)]
     never = w.config.parallelism.fsdp_reshard_after_forward == "never"
@@ -176,19 +169,19 @@ def _pipeline_rank(
     return sizes
 
 
-def _gather_buffers(w: Workload) -> float:
+def _gather_buffers(w: Record) -> float:
     """Bytes of the buffers in which blocks' weights are gathered."""
     padded = w.expert_params * w.expert_padding
     return GATHER_COPIES * w.gathered_bytes * (w.block_params - w.expert_params + padded)
 
 
-def _reduced_bytes(w: Workload) -> float:
+def _reduced_bytes(w: Record) -> float:
     """Bytes of a block's reduced gradients."""
     dense = w.block_params - w.expert_params
     return w.reduced_bytes * (dense / w.fsdp + w.expert_params * w.expert_padding / w.efsdp)
 
 
-def state_bytes(w: Workload, stages: Sequence[PlannedStage]) -> dict[str, float]:
+def state_bytes(w: Workload, stages: Sequence[Stage]) -> dict[str, float]:
     """Parameters, gradients and optimizer state of a rank's shard, with the weight average."""
     optimizer = w.config.optimizer
     shard = sum(map(w.shard, stages))
@@ -207,13 +200,6 @@ def state_bytes(w: Workload, stages: Sequence[PlannedStage]) -> dict[str, float]
     }
 
 
-def hidden_bytes(w: Workload) -> float:
-    """Bytes of a microbatch's hidden states between stages, split by tensor parallelism; and of the
-    embeddings that travel with them where further tokens are predicted.
-    """
-    return w.element * w.tokens * w.predictions * w.dim / w.tp
-
-
 def pipeline_bytes(w: Workload, pp_rank: int) -> tuple[float, float]:
     """Activations of the microbatches that the schedule keeps at a time, and the transfers that are
     then received ahead or being sent.
@@ -221,9 +207,8 @@ def pipeline_bytes(w: Workload, pp_rank: int) -> tuple[float, float]:
     A stage keeps its output too.
     """
     assert w.pipeline is not None
-    hidden = hidden_bytes(w)
     moments = in_flight(w.pipeline, w.microbatches, pp_rank)
-    return max(((_moment_bytes(w, m), m.transfers * hidden) for m in moments), key=sum)
+    return max(((_moment_bytes(w, m), m.transfers * w.hidden_bytes) for m in moments), key=sum)
 
 
 def _moment_bytes(w: Workload, moment: InFlight) -> float:
@@ -235,26 +220,23 @@ def _moment_bytes(w: Workload, moment: InFlight) -> float:
         transit_bytes = max(transit_bytes, in_transit)
         if postponed := moment.postponed.get(stage, 0):
             blocks = w.block_counts([w.stages[stage]])
-            activations += postponed * _block_total(postponed_bytes, blocks)
+            activations += postponed * w.tokens * sum(n * b.postponed_bytes for b, n in blocks)
             if not w.compiled:
-                recompute_bytes = _block_total(
-                    lambda b: b.recompute.pointwise * block_bytes(b), blocks
-                )
-                recomputed = max(recomputed, RECOMPUTED_COPIES * recompute_bytes)
+                again = w.recompute.pointwise * sum(n * b.block_bytes for b, n in blocks)
+                recomputed = max(recomputed, RECOMPUTED_COPIES * w.tokens * again)
     return transit_bytes + activations + recomputed
 
 
 @lru_cache(maxsize=64)  # a rank's stages are mostly alike
-def _stage_bytes(w: Workload, stage: PlannedStage) -> tuple[float, float]:
+def _stage_bytes(w: Workload, stage: Stage) -> tuple[float, float]:
     """Bytes of one microbatch that a stage keeps, with its output, and bytes in transit."""
-    blocks = w.block_counts([stage])
-    on_device = _block_total(saved_bytes, blocks) - offloaded_bytes(blocks) + hidden_bytes(w)
-    return on_device, _in_transit_bytes(blocks)
+    return _kept_bytes(w, [stage]) + w.hidden_bytes, _in_transit_bytes(w, [stage])
 
 
-def _block_total(per_token: Callable[[Workload], float], blocks: BlockCounts) -> float:
-    """Bytes of one microbatch in all blocks of a stage."""
-    return sum(count * per_token(block) * block.tokens for block, count in blocks)
+def _kept_bytes(w: Workload, stages: Sequence[Stage]) -> float:
+    """Bytes of one microbatch that all blocks of stages keep on the device."""
+    kept = sum(count * block.saved_bytes for block, count in w.block_counts(stages))
+    return w.tokens * kept - offloaded_bytes(w, stages)
 
 
 def _waiting_losses(w: Workload, pp_rank: int) -> float:
@@ -269,7 +251,7 @@ def _waiting_losses(w: Workload, pp_rank: int) -> float:
     moments = in_flight(w.pipeline, w.microbatches, pp_rank)
     if w.config.training.loss_chunks > 1:
         most = max(moment.microbatches[last] for moment in moments)
-        return (most - 1) * (hidden_bytes(w) + w.element * w.vocab_params)
+        return (most - 1) * (w.hidden_bytes + w.element * w.vocab_params)
     # After the backward of the hidden states, the gradient of the logits waits for the
     # weight's.
     logits = w.tokens * w.vocab / (w.tp if w.sharded_loss else 1)
@@ -282,26 +264,54 @@ def _waiting_losses(w: Workload, pp_rank: int) -> float:
     return logits * bytes_per_logit
 
 
-def _offloaded(blocks: BlockCounts) -> tuple[int, float]:
-    """Number of a stage's offloaded blocks, and the bytes of one of average size."""
-    layers = sum(count for _, count in blocks)
-    if not layers:
-        return 0, 0.0
-    ac = blocks[0][0].config.activation_checkpoint
-    mean = sum(count * offloaded_per_block(block) for block, count in blocks) / layers
-    return offloaded_blocks(ac, layers), mean
-
-
-def offloaded_bytes(blocks: BlockCounts) -> float:
-    """Bytes of one microbatch that a stage keeps in host memory."""
-    count, size = _offloaded(blocks)
+def offloaded_bytes(w: Workload, stages: Sequence[Stage]) -> float:
+    """Bytes of one microbatch that stages keep in host memory."""
+    count, size = w.offloaded(stages)
     return count * size
 
 
-def _in_transit_bytes(blocks: BlockCounts) -> float:
+def _in_transit_bytes(w: Workload, stages: Sequence[Stage]) -> float:
     """Bytes of offloaded blocks still on the device: the current one and the one being copied."""
-    count, size = _offloaded(blocks)
+    count, size = w.offloaded(stages)
     return min(2, count) * size
+
+
+def _working_bytes(w: Record) -> float:
+    """Bytes per token in a block's backward: recomputed, gradients, gathered by collectives.
+
+    The numbers of d, q and f are adjusted: tensors that the compiled and the eager backward hold at
+    its peak.
+    """
+    d = w.dim
+    heads = w.heads
+    inner = w.cost.inner
+    # gradients of an expert's rows and of its products; and copies before and after the exchange
+    if w.experts:
+        per_row = 3 * d + 4 * inner if w.ep > 1 else d + 2 * inner
+        block = w.block_bytes + w.element * w.expert_rows * per_row
+    elif w.compiled:
+        gathers = (1 if w.async_tp else 2) * d if w.tp > 1 else 0
+        widths = (6 * d + 8 * heads.queries + 9 * inner) / w.tp
+        block = w.element * (widths + 2 * d + gathers)
+    else:
+        # Partial sums, gathered gradients, and the copies that put them in order along the
+        # sequence.
+        gathers = 8 * d if w.tp > 1 else 0
+        block = w.block_bytes + w.element * ((d + 2 * inner) / w.tp + gathers)
+    # Keys and values of all ranks, and their gradients in fp32.
+    ring = (heads.keys + heads.values) / w.tp * w.cp * (w.element + FP32) if w.cp > 1 else 0
+    return block + ring
+
+
+def _expert_gradients(w: Record) -> float:
+    """Bytes of the experts' gradients, and of the previous block's while they are reduced.
+
+    In a dense block they are small against the activations.
+    """
+    if not w.experts:
+        return 0.0
+    block = w.block_params + w.expert_params * (w.expert_padding - 1)
+    return w.element * w.expert_params + (w.reduced_bytes * block if w.pipeline is None else 0.0)
 
 
 def _logits(w: Workload) -> tuple[float, float]:
