@@ -21,11 +21,11 @@ ENGINE = ("models", "parallel", "optim", "train")
 SERVICES = ("config", "data", "checkpoint", "telemetry", "health", "inference", "utils")
 BESIDE = ("testing", "tools", "commands")
 ROOMS = {
-    "models": 42_900,
-    "parallel": 25_100,
+    "models": 44_900,
+    "parallel": 29_300,
     "optim": 9_000,
     "train": 23_000,
-    "config": 27_000,
+    "config": 27_200,
     "data": 51_000,
     "checkpoint": 33_700,
     "telemetry": 9_600,
@@ -33,7 +33,7 @@ ROOMS = {
     "inference": 8_000,
     "utils": 15_700,
     "testing": 9_500,
-    "tools": 68_600,
+    "tools": 62_200,
     "commands": 16_500,
 }
 """Tokens of each room, rounded to the nearest `STEP`."""

@@ -127,16 +127,16 @@ class Stage:
 @lru_cache(maxsize=256)  # a search asks for the same stages thousands of times
 def _stages(
     pipeline: PipelinePlan | None, kind_of_block: tuple[int, ...], kinds: int
-) -> tuple[tuple[Stage, ...], ...]:
-    """The stages of each pipeline rank."""
+) -> tuple[Stage, ...]:
+    """The stages in the order of the model."""
 
     def count(blocks: Iterable[int]) -> tuple[int, ...]:
         in_stage = [kind_of_block[block] for block in blocks]
         return tuple(in_stage.count(kind) for kind in range(kinds))
 
     if pipeline is None:
-        return ((Stage(0, count(range(len(kind_of_block))), True, True),),)
-    stages = [
+        return (Stage(0, count(range(len(kind_of_block))), True, True),)
+    return tuple(
         Stage(
             rank,
             count(int(name.split(".")[1]) for name in names if name.startswith("layers.")),
@@ -144,9 +144,7 @@ def _stages(
             "output" in names,
         )
         for rank, names in zip(pipeline.ranks, pipeline.modules, strict=True)
-    ]
-    ranks = range(max(pipeline.ranks) + 1)
-    return tuple(tuple(stage for stage in stages if stage.rank == rank) for rank in ranks)
+    )
 
 
 # ---- products
@@ -238,12 +236,7 @@ class Record:
     """Of a block."""
 
     def __init__(
-        self,
-        config: Config,
-        args: Any,
-        pipeline: PipelinePlan | None,
-        *,
-        like: Self | None = None,
+        self, config: Config, args: Any, pipeline: PipelinePlan | None, *, like: Self | None = None
     ):
         """
         Args:
@@ -302,13 +295,11 @@ class Record:
                     setattr(mine, name, getattr(other, name))
         self.vocab_params = self.vocab * self.dim // self.tp
         """Parameters of the embedding, or the output projection, on one tensor-parallel rank."""
-        self._of_rank = _stages(pipeline, self._kind_of_block, len(self.kinds))
-        stages = [stage for of_rank in self._of_rank for stage in of_rank]
-        if pipeline is not None:
-            position = {rank: iter(self._of_rank[rank]) for rank in range(self.pp)}
-            stages = [next(position[rank]) for rank in pipeline.ranks]
-        self.stages: Sequence[Stage] = tuple(stages)
+        self.stages = _stages(pipeline, self._kind_of_block, len(self.kinds))
         """In the order of the model."""
+        self._of_rank = [
+            tuple(stage for stage in self.stages if stage.rank == rank) for rank in range(self.pp)
+        ]
 
     def adapted(self, cost: Cost) -> Cost:
         """The cost of a block as this software has it."""
