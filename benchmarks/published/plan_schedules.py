@@ -31,9 +31,10 @@ from pathlib import Path
 import numpy as np
 
 from torchtitan.config import resolve
+from torchtitan.optim.loss import LOGIT_BYTES
 from torchtitan.tools.planner.costs import step_time
 from torchtitan.tools.planner.hardware import find_hardware
-from torchtitan.tools.planner.memory import GIB, LOGIT_BYTES, predict_memory
+from torchtitan.tools.planner.memory import GIB, predict_memory
 from torchtitan.tools.planner.pipeline_costs import in_flight
 from torchtitan.tools.planner.workload import Workload
 from torchtitan.train.preflight import preflight

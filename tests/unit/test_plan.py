@@ -22,13 +22,13 @@ from torchtitan.models import get_spec
 from torchtitan.models.attention.backend import attention_backend
 from torchtitan.models.costs import cost_of
 from torchtitan.models.layers.feed_forward import FeedForward
-from torchtitan.optim.loss import cross_entropy
+from torchtitan.optim.loss import LOGIT_BYTES, cross_entropy
 from torchtitan.parallel.memory.checkpoint import apply_activation_checkpoint
 from torchtitan.parallel.record import Stage
 from torchtitan.tools.planner.block_time import LAUNCHES, block_time
 from torchtitan.tools.planner.comm_time import context_parallel
 from torchtitan.tools.planner.costs import step_time
-from torchtitan.tools.planner.memory import GIB, LOGIT_BYTES, memory_of
+from torchtitan.tools.planner.memory import GIB, memory_of
 from torchtitan.tools.planner.planner import make_plan
 from torchtitan.tools.planner.predict import derived_workload, memory_band, predict
 from torchtitan.tools.planner.render import as_text, run_of

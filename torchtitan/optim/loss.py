@@ -27,6 +27,31 @@ losses, fp32 `[batch]`. A token whose label is `IGNORE_INDEX` has none.
 Project = Callable[[Tensor, Tensor], Tensor]
 """Maps final hidden states `[batch, seq, dim]` and the output weight `[vocab, dim]` to logits."""
 
+# ---- what a loss costs, for plans
+
+MOVED_BYTES = {"eager": 36, "compiled": 12}
+"""Bytes moved per logit by softmax and cross-entropy in fp32, forward and backward: 9 passes, or 3
+when compiled into one kernel. Counted.
+"""
+FORWARD_SHARE = 1 / 3
+"""Share of these that the forward moves. Counted."""
+LOGIT_BYTES = {"compiled": 4, "compiled, sharded": 10, "eager": 12, "eager, sharded": 16}
+"""Bytes per logit at the peak. Compiled: bf16 logits and their gradient; sharding the vocabulary
+ends inductor's kernel at each all-reduce, with two copies in fp32 beside the logits. Eager: bf16
+logits, fp32 logits, softmax and gradient less what is freed by then; sharding the vocabulary keeps
+one more copy in fp32. As traced.
+"""
+CHUNK_MOVED_BYTES = 10
+"""Bytes moved per parameter of the output projection for each chunk: its bf16 gradient is read (2)
+and added to a sum in fp32 (4 + 4). Counted.
+"""
+CHUNK_GRADIENT_BYTES = 8
+"""Bytes held per parameter of the output projection: the sum of its gradient in fp32 (4), a chunk's
+gradient in bf16 (2), and the result in bf16 (2).
+"""
+
+# ---- losses
+
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """Each row's sum of the token cross-entropies, in fp32.

@@ -139,6 +139,14 @@ def orthogonalize(stack: Tensor, steps: int) -> Tensor:
     return x if is_wide else x.mT
 
 
+def iteration_flops(rows: int, columns: int) -> float:
+    """FLOPs of one iteration on a matrix X: A = X X', A A, and a polynomial in A times X (Jordan et
+    al. 2024, kellerjordan.github.io/posts/muon).
+    """
+    short, long = sorted((rows, columns))
+    return 4.0 * short * short * long + 2.0 * short**3
+
+
 def _splits(param: Tensor) -> tuple[_Split, ...]:
     """The splits of a parameter's matrices, in the order in which to join them."""
     if not isinstance(param, DTensor):

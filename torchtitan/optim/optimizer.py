@@ -18,6 +18,11 @@ from torchtitan.parallel.collectives import SquaredNorm, local
 
 Group = dict[str, Any]
 """A parameter group of a torch optimizer: `params`, and their settings."""
+ADAMW_BYTES = {"fused": 40, "foreach": 70, "for-loop": 70}
+"""Bytes moved per parameter of a shard, by `optimizer.implementation`. Fused: AdamW reads
+parameter, gradient and two moments and writes all but the gradient (28), the norm reads the
+gradient (4), clipping reads and writes it (8). Others: with temporary tensors, an estimate.
+"""
 
 
 class AnyOptimizer(Protocol):

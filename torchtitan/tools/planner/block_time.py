@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torchtitan.models.costs import FP32
+from torchtitan.optim.loss import CHUNK_MOVED_BYTES, FORWARD_SHARE, MOVED_BYTES
 from torchtitan.parallel.record import FP8, Linear
 from torchtitan.tools.planner.comm_time import (
     context_parallel,
@@ -22,17 +23,6 @@ from torchtitan.tools.planner.workload import Workload
 
 BACKWARD_POINTWISE = 2
 """Bytes that the backward of pointwise operations moves per byte of their forward. Counted."""
-LOSS_BYTES = 36
-LOSS_BYTES_COMPILED = 12
-"""Bytes moved per logit by softmax and cross-entropy in fp32, forward and backward: 9 passes, or 3
-when compiled into one kernel. Counted.
-"""
-LOSS_FORWARD = 1 / 3
-"""Share of the loss's bytes that its forward moves. Counted."""
-CHUNK_BYTES = 10
-"""Bytes moved per parameter of the output projection for each chunk of the loss: its bf16 gradient
-is read (2) and added to a sum in fp32 (4 + 4). Counted.
-"""
 EMBEDDING_PASSES = 3
 """Passes over the embedding's activations: written and read, and their gradient read. Estimate."""
 CAST_INPUT_BYTES = 4
@@ -182,14 +172,14 @@ def _casts(w: Workload, hw: Hardware) -> tuple[float, float]:
 def ends_time(w: Workload, hw: Hardware) -> Pass:
     """Embedding, output projection and loss, all counted with the stage of the output."""
     product = _products(w, hw, w.output)
-    per_logit = LOSS_BYTES_COMPILED if w.loss_compiled else LOSS_BYTES
+    per_logit = MOVED_BYTES["compiled" if w.loss_compiled else "eager"]
     loss = per_logit * w.vocab * w.tokens / w.tp / hw.bytes_per_s
     chunks = w.config.training.loss_chunks
     if chunks > 1:
-        loss += chunks * CHUNK_BYTES * w.vocab_params / hw.bytes_per_s
+        loss += chunks * CHUNK_MOVED_BYTES * w.vocab_params / hw.bytes_per_s
     embedding = EMBEDDING_PASSES * w.element * w.tokens * w.dim / w.tp / hw.bytes_per_s
-    forward = w.predictions * (product.forward + loss * LOSS_FORWARD)
-    backward = w.predictions * (product.backward + loss * (1 - LOSS_FORWARD) + embedding)
+    forward = w.predictions * (product.forward + loss * FORWARD_SHARE)
+    backward = w.predictions * (product.backward + loss * (1 - FORWARD_SHARE) + embedding)
     return Pass({"head and loss": (forward, backward)}, w.predictions * product.weight)
 
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torchtitan.models.costs import FP32
+from torchtitan.optim.muon import iteration_flops
+from torchtitan.optim.optimizer import ADAMW_BYTES
 from torchtitan.parallel.record import Stage
 from torchtitan.tools.planner.block_time import LAUNCHES, Pass, block_time, ends_time
 from torchtitan.tools.planner.comm_time import activation_offload, data_parallel, transfer
@@ -20,12 +22,6 @@ from torchtitan.tools.planner.pipeline_costs import batch_time
 from torchtitan.tools.planner.pipeline_timeline import Timeline, program, simulate
 from torchtitan.tools.planner.workload import Workload
 
-ADAMW_BYTES_FUSED = 40
-ADAMW_BYTES = 70
-"""Bytes moved per parameter of a shard. Fused: AdamW reads parameter, gradient and two moments and
-writes all but the gradient (28), the norm reads the gradient (4), clipping reads and writes it (8).
-Not fused: with temporary tensors, an estimate.
-"""
 NORMS = 2
 """Weights of a block that autograd is asked for beside those of linear layers."""
 BUBBLE = "pipeline bubble"
@@ -169,9 +165,7 @@ def _optimizer(w: Workload, hw: Hardware) -> float:
     optimizer = w.config.optimizer
     ema = w.config.ema
     shard = max(sum(map(w.shard, w.stages_of(rank))) for rank in w.unlike_ranks)
-    bytes_per_param: float = (
-        ADAMW_BYTES_FUSED if optimizer.implementation == "fused" else ADAMW_BYTES
-    )
+    bytes_per_param: float = ADAMW_BYTES[optimizer.implementation]
     if ema.enable:  # reads weight and average, and writes the average
         bytes_per_param += (w.stored_bytes + 2 * FP32) / ema.every
     bandwidth = hw.host_link if w.config.training.enable_cpu_offload else hw.bytes_per_s
@@ -193,7 +187,7 @@ def _orthogonalization_flops(w: Workload, rank: int) -> float:
     for block, count in w.block_counts(w.stages_of(rank)):
         for product, x in zip(block.cost.products, block.linears, strict=True):
             shards = block.efsdp if x.experts else block.fsdp * x.shards
-            flops_per_matrix = _newton_schulz_flops(product.inputs, product.outputs)
+            flops_per_matrix = iteration_flops(product.inputs, product.outputs)
             matrices = max(1, x.experts)
             if w.config.optimizer.early_step_in_backward:
                 flops += count * math.ceil(matrices / shards) * flops_per_matrix
@@ -203,12 +197,3 @@ def _orthogonalization_flops(w: Workload, rank: int) -> float:
         math.ceil(n / shards) * flops_per_matrix
         for (flops_per_matrix, shards), n in matrices_by_size.items()
     )
-
-
-def _newton_schulz_flops(rows: int, columns: int) -> float:
-    """FLOPs of one Muon iteration on a matrix X: A = X X', A A, and a polynomial in A times X.
-
-    Jordan et al. 2024, kellerjordan.github.io/posts/muon.
-    """
-    short, long = sorted((rows, columns))
-    return 4.0 * short * short * long + 2.0 * short**3

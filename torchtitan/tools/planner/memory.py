@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from torchtitan.models.costs import FP32
+from torchtitan.optim.loss import CHUNK_GRADIENT_BYTES, LOGIT_BYTES
 from torchtitan.parallel.record import BYTES, Record, Stage
 from torchtitan.tools.planner.pipeline_costs import InFlight, in_flight
 from torchtitan.tools.planner.workload import Workload
@@ -41,20 +42,10 @@ GATHER_COPIES = 1.5
 """Buffers of FSDP's all-gather, in gathered blocks: the input and output of one, the output of
 another. Adjusted.
 """
-LOGIT_BYTES = {"compiled": 4, "compiled, sharded": 10, "eager": 12, "eager, sharded": 16}
-"""Bytes per logit at the peak. Compiled: bf16 logits and their gradient; sharding the vocabulary
-ends inductor's kernel at each all-reduce, with two copies in fp32 beside the logits. Eager: bf16
-logits, fp32 logits, softmax and gradient less what is freed by then; sharding the vocabulary keeps
-one more copy in fp32. As traced.
-"""
 LOGIT_HOLE_BYTES = {"compiled": 2, "compiled, sharded": 0, "eager": 2, "eager, sharded": 4}
 """Bytes per logit that the allocator holds and nothing fits into. Adjusted. A compiled loss
 has such holes in published runs only: neither inductor's code for an H100 nor the replayed
 allocator has them.
-"""
-CHUNK_GRADIENT_BYTES = 8
-"""Bytes per parameter of the output projection with a chunked loss: the sum of its gradient in fp32
-(4), a chunk's gradient in bf16 (2), and the result in bf16 (2).
 """
 RECOMPUTED_COPIES = 6
 """Times that a checkpointed block, unless compiled, keeps everything in a backward of weights only:
