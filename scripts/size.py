@@ -22,8 +22,8 @@ SERVICES = ("config", "data", "checkpoint", "telemetry", "health", "inference", 
 BESIDE = ("testing", "tools", "commands")
 ROOMS = {
     "models": 44_900,
-    "parallel": 29_300,
-    "optim": 9_000,
+    "parallel": 29_200,
+    "optim": 9_100,
     "train": 23_000,
     "config": 27_200,
     "data": 51_000,

@@ -254,12 +254,7 @@ class Record:
         self.config = config
         self.args = args
         self.pipeline = pipeline
-        degrees = axis_degrees(p)
-        self.pp = degrees["pp"]
-        self.dp_replicate = degrees["dp_replicate"]
-        self.dp_shard = degrees["dp_shard"]
-        self.cp = degrees["cp"]
-        self.tp = degrees["tp"]
+        self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp = axis_degrees(p).values()
         self.fsdp = self.dp_shard * self.cp
         self.world = self.pp * self.dp_replicate * self.fsdp * self.tp
         self.ep = p.expert_parallel_degree
