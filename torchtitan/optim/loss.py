@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from torchtitan.config.registry import Custom, losses
 from torchtitan.data.order.rows import IGNORE_INDEX
@@ -152,6 +153,7 @@ def _base_loss(name: str, custom: Custom) -> RowLoss:
     return lambda logits, labels: unsharded(loss(logits, labels))
 
 
+@_disable_current_modes()  # tensors of a rehearsal have no values
 @torch.no_grad()
 def _sum_problem(loss: RowLoss) -> str | None:
     """Why a loss isn't a sum over tokens, judging by some small logits; None if it is."""

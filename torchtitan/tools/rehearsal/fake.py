@@ -4,8 +4,7 @@ PyTorch's `fake` backend replaces the network and `FakeTensorMode` the device. T
 on the CPU, since autograd needs a device that this build of torch supports.
 """
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
@@ -60,15 +59,8 @@ def no_network() -> Iterator[FakeTensorMode]:
         yield FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def aside(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` outside of fake mode and of the recorder."""
-
-    @functools.wraps(function)
-    def outside(*args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
-            return function(*args, **kwargs)
-
-    return outside
+aside = _disable_current_modes()
+"""A decorator: the function runs outside of fake mode and of the recorder."""
 
 
 @aside
