@@ -46,11 +46,10 @@ class _Rank:
         events = self.record.events
         return events[self.position] if self.position < len(events) else None
 
-    def post(self, post: Post) -> _Stream:
-        """Begin a post; its stream."""
-        stream = _stream(post)
-        self.streams[stream].append(_OpenPost(post, list(post.messages)))
-        return stream
+    def end_post(self, stream: deque[_OpenPost]) -> None:
+        """End the first post of a stream if its messages have ended."""
+        if stream and not stream[0].messages:
+            self.ended_posts.add(stream.popleft().post.number)
 
     def has_entered(self, event: Entry) -> bool:
         current = self.event
@@ -122,59 +121,46 @@ class _Ranks:
 
     def run(self) -> None:
         """Run all ranks until they end or are stuck."""
-        active = deque(self.states)
-        while active:
-            ready = self._advance(active.popleft())
-            active.extend(ready.difference(active))
+        while sum(self._advance(rank) for rank in self.states):
+            pass
 
-    def _advance(self, rank: int) -> set[int]:
-        """Run a rank until it blocks; the ranks that may now continue."""
+    def _advance(self, rank: int) -> int:
+        """Run a rank until it blocks; the number of messages and events that end."""
         state = self.states[rank]
-        ready = set[int]()
+        count = sum(self._match(rank, stream) for stream in list(state.streams))
         while (event := state.event) is not None:
             if isinstance(event, Post):
-                ready |= self._match(rank, state.post(event))
+                state.streams[_stream(event)].append(_OpenPost(event, list(event.messages)))
             elif isinstance(event, Wait):
                 if event.post not in state.ended_posts:
                     break
             else:
-                others = self.members[event.group.ranks]
-                if not all(self.states[other].has_entered(event) for other in others):
+                others = [self.states[other] for other in self.members[event.group.ranks]]
+                if not all(other.has_entered(event) for other in others):
                     break
                 for other in others:
-                    self.states[other].position += other != rank
-                ready.update(others)
+                    other.position += other is not state
             state.position += 1
-        return ready - {rank}
+            count += 1
+        return count
 
-    def _match(self, rank: int, stream: _Stream) -> set[int]:
-        """End messages with both ends at the head of their streams; the ranks that may continue."""
-        ready = set[int]()
-        todo = deque([(rank, stream)])
-        while todo:
-            this_rank, at = todo.popleft()
-            queue = self.states[this_rank].streams[at]
-            if not queue:
-                continue
-            slot, peer = at
-            mirror_stream = slot, this_rank if peer >= 0 else -1
-            messages = queue[0].messages
-            for message in list(messages):
-                others = self.states[message.peer].streams[mirror_stream]
-                mirror = _other_end(this_rank, message, others) if message in messages else None
-                if mirror is None:
-                    continue
-                messages.remove(message)
+    def _match(self, rank: int, stream: _Stream) -> int:
+        """End messages with both ends at the head of their streams; their number."""
+        slot, peer = stream
+        state = self.states[rank]
+        queue = state.streams[stream]
+        count = 0
+        for message in list(queue[0].messages) if queue else ():
+            other = self.states[message.peer]
+            others = other.streams[slot, rank if peer >= 0 else -1]
+            mirror = _other_end(rank, message, others)
+            if queue and message in queue[0].messages and mirror:
+                queue[0].messages.remove(message)
                 others[0].messages.remove(mirror)
-                for who, where, line in (
-                    (this_rank, at, queue),
-                    (message.peer, mirror_stream, others),
-                ):
-                    if line and not line[0].messages:
-                        self.states[who].ended_posts.add(line.popleft().post.number)
-                        ready.add(who)
-                        todo.append((who, where))
-        return ready
+                state.end_post(queue)
+                other.end_post(others)
+                count += 1
+        return count
 
     def circle(self, stuck: set[int]) -> list[int]:
         """Ranks that wait for each other: each for the next, the last for the first."""
