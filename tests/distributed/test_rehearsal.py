@@ -1,7 +1,9 @@
 """`torchtitan rehearse`: what it checks against real ranks, and every shipped configuration."""
 
-import json
 import re
+import shlex
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -11,17 +13,24 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.doc_blocks import BLOCKS, workspace
 from tests.runs import EXPERTS, arguments
 from torchtitan.commands.rehearse import main
 from torchtitan.config import resolve
 from torchtitan.config.sections.data import DataStage, ValidationSet
 from torchtitan.health.collectives import Group
 from torchtitan.tools.rehearsal import rehearsal
-from torchtitan.tools.rehearsal.coverage import NEVER, OMISSIONS, omissions, rehearsal_config
+from torchtitan.tools.rehearsal.coverage import (
+    NEVER,
+    OMISSIONS,
+    last_step,
+    omissions,
+    rehearsal_config,
+)
 from torchtitan.tools.rehearsal.events import Message, Post, RankRecord, Wait
 from torchtitan.tools.rehearsal.mismatches import Counts, check_messages
 from torchtitan.tools.rehearsal.rank_sample import VALUES, RankSample, coordinates, corners, rank_at
-from torchtitan.tools.rehearsal.rehearsal import Rehearsal, few_layers, rehearse
+from torchtitan.tools.rehearsal.rehearsal import Rehearsal, rehearse, torchrun_variables
 from torchtitan.tools.rehearsal.render import as_text
 from torchtitan.tools.rehearsal.waits import check_circles
 from torchtitan.train.build import build
@@ -51,31 +60,32 @@ CUT = {
 """Ranks of the larger configurations; the others have 8."""
 
 
-def test_the_command_rehearses_a_small_run(tmp_path, capsys):
-    out = tmp_path / "result.json"
+def test_the_command_rehearses_a_small_run(capsys):
     argv = [
         str(ROOT / "train_configs/debug_model.toml"),
         "--training.local_batch_size=2",
         "--training.on_bad_document=skip",
-        "--layers",
-        "1",
+        "--layers=1",
+        "--experimental.custom_import=tests.examples.all_at_once",
+        "--optimizer.name=lion",
+        "--lr_scheduler.name=inverse_sqrt",
+        "--training.loss=z_loss",
+        "--model.tokenizer=characters",
+        "--metrics.sinks=csv_file",
     ]
-    assert main([*argv, "--world", "2", "--json", str(out)]) == 0
+    assert main([*argv, "--world", "2"]) == 0
     text = capsys.readouterr().out
     assert "llama3 debugmodel on 2 ranks: dp_shard 2" in text
     assert "start, first step, report, validation, save, resume, end" in text
     assert text.rstrip().endswith("groups, collectives, messages and their order agree")
-    data = json.loads(out.read_text())
-    assert data["rehearsed"] == [0, 1]
-    assert data["faults"] == []
-    assert data["checked"]["collectives"] > 50
+    assert int(re.search(r"([\d,]+) collectives", text)[1]) > 50
     in_foreground = "saves in the background (they run in the foreground): checkpoint.async_mode"
-    assert data["not_rehearsed"] == [in_foreground, *NEVER]
-    assert f"Not rehearsed: {in_foreground}; a requested stop" in text
+    assert f"Not rehearsed: {'; '.join([in_foreground, *NEVER])}\n" in text
     # All that a rank reads of tensors that others may not share; a new place must be shown not to
     # matter.
-    own = {re.sub(r":\d+", "", place["at"]) for place in data["reads"] if not place["shared"]}
-    assert own == {"torchtitan/train/step.py in forward_backward"}
+    (reads,) = re.findall("of its own data, which changed nothing: (.*)", text)
+    places = set(re.sub(r":\d+", "", reads).split("; "))
+    assert places == {"torchtitan/train/step.py in forward_backward"}
 
 
 def test_refuses_what_the_trainer_refuses(tmp_path):
@@ -111,9 +121,51 @@ def test_doubts_about_the_model_are_shown(monkeypatch, capsys):
 def test_a_shipped_configuration_cannot_hang(path):
     world = CUT.get(path.stem, 8)
     config = resolve([f"--job.config_file={path}", NO_FILES], world).config
-    result = rehearse(config, world, layers=few_layers(config))
+    result = rehearse(config, world)
     assert result.faults == []
     assert result.counts.collectives > 20
+
+
+PARTS = {
+    path.stem.replace("__init__", path.parent.name): path.read_text()
+    for path in [*(ROOT / "tests/examples").rglob("*.py"), ROOT / "examples/notify.py"]
+    if "register(" in path.read_text()
+}
+"""Files that register a part: those that the guides show, and a shipped example."""
+
+
+def command_of(name):
+    """The command that the docstring of a part shows, as arguments of `rehearse`."""
+    (flags,) = re.findall(r'train CONFIG.toml (--.*?)"""', PARTS[name].replace("\\\n", ""), re.S)
+    folder = "" if "import examples." in flags else "tests.examples."
+    model = "qwen3_moe_debug" if "qwen3_moe" in flags else "debug_model"
+    return [model, *shlex.split(flags.replace("_import ", f"_import {folder}"))]
+
+
+EXAMPLES = {
+    "smollm3": ["debug_model", "--model.name=smollm3"],
+    **{name: command_of(name) for name in PARTS},
+    **{path.parent.name: [str(path)] for path in (ROOT / "examples").glob("*/train.toml")},
+}
+EXAMPLES["shakespeare"].append("--model.overrides.vocab_size=2048")  # of another tokenizer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_cannot_hang(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(workspace(tmp_path))
+    for block in BLOCKS if name == "mixture" else ():
+        if "make_conversations.py" in block.text and block.language == "bash":
+            for line in block.lines[:2]:  # conversations, and a tokenizer for them
+                command = line.replace("torchtitan ", "python -m torchtitan ", 1)
+                subprocess.run(command.replace("python", sys.executable), shell=True, check=True)
+    monkeypatch.syspath_prepend(ROOT / "examples/own_model")
+    assert main([*EXAMPLES[name], "--world=2", "--layers=1"]) == 0, capsys.readouterr().out
+
+
+def test_every_part_that_a_page_shows_is_rehearsed():
+    shown = {b.file for b in BLOCKS if b.language == "python" and "register(" in b.text}
+    assert shown == {f"{name}.py" for name in PARTS.keys() - {"notify"}}
 
 
 LAYOUTS = {
@@ -166,6 +218,28 @@ def test_ranks_that_stand_for_others():
     assert all(sample.stand_in(rank) // 32 == rank // 32 for rank in range(64))
 
 
+def test_a_rank_has_the_variables_of_torchrun():
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+    expected = {
+        (9, 16): "9 16 1 8 1",
+        (5, 6): "5 6 5 6 0",
+        (11, 12): "11 12 3 4 2",  # hosts have as many ranks each
+        (0, 1): "0 1 0 1 0",
+    }
+    for (rank, world), values in expected.items():
+        variables = torchrun_variables(world, rank)
+        assert [variables[name] for name in names] == values.split()
+
+
+def test_the_last_step_is_one_that_callbacks_wait_for():
+    argv = ["--training.dataset=demo", "--experimental.custom_import=tests.examples.gradient_norm"]
+    assert last_step(resolve(argv, 1).config) == 1
+    argv += ["--training.callbacks=gradient_norm", "--custom.gradient_norm.every=1300"]
+    step = last_step(resolve(argv, 1).config)
+    assert step < 2**53
+    assert [n for n in (*range(1, 14), 50, 64, 100, 250, 1000, 1024, 1300) if step % n] == []
+
+
 def test_the_verdict_claims_no_more_than_was_rehearsed():
     config = resolve([f"{P}data_parallel_shard_degree=8", "--training.dataset=demo"], 8).config
 
@@ -174,7 +248,7 @@ def test_the_verdict_claims_no_more_than_was_rehearsed():
             rank: RankRecord(rank, groups=[Group(tuple(range(8)), "all ranks", "")])
             for rank in ranks
         }
-        text = as_text(Rehearsal(config, 8, None, records, Counts(), []))
+        text = as_text(Rehearsal(config, 8, 2, records, Counts(), []))
         return text.splitlines()[-1], "every rank" in text
 
     assert verdict(range(8)) == (
@@ -205,6 +279,7 @@ def everything(config):
                     "document_mask": True,
                     "enable_cpu_offload": True,
                     "stages": [DataStage(from_step=3)],
+                    "callbacks": ["x"],
                 },
                 "metrics": {"sinks": ["x"], "enable_tensorboard": True, "enable_wandb": True},
                 "validation": {"freq": 7, "steps": 9, "sets": [dataset]},
@@ -246,7 +321,7 @@ def test_what_is_left_out_is_said():
     assert {key for key in changed if not WITHOUT_COLLECTIVES.fullmatch(key)} <= said
     assert len(omissions(config)) == len(OMISSIONS) + len(NEVER)
     text = as_text(
-        Rehearsal(config, 4, None, {0: RankRecord(0, groups=[Group((0,), "", "")])}, Counts(), [])
+        Rehearsal(config, 4, 2, {0: RankRecord(0, groups=[Group((0,), "", "")])}, Counts(), [])
     )
     assert "\nNot rehearsed: compiled code (blocks run eagerly): compile.enable; 8-bit" in text
 

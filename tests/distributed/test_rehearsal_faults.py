@@ -63,6 +63,27 @@ WHAT = {
         r"rank 3 did not enter all_reduce #3 of .*\(float32 \[8\] sum; .* nor the 2 collectives "
         r"after it, where ranks 0-2 wait, at {}; its last one there is #2 all_reduce, at .* in sum",
     ),
+    "object_of_rank_0": (
+        2,
+        "collectives",
+        1,
+        r"rank 1 did not enter broadcast_object_list #1 .*, where rank 0 waits, at {}$",
+    ),
+    "object_of_others": (
+        2,
+        "collectives",
+        1,
+        r"rank 1 entered broadcast_object_list #1 .* at {}, which rank 0 did not enter",
+    ),
+    "alike": (2, "collectives", 1, r"rank 1 did not enter all_reduce #1 .* at {}$"),
+    "wrong_loss": (
+        2,
+        "error",
+        0,
+        r'ranks 0-1 raised UserError: training.loss: "counts_all" gives a loss to tokens whose '
+        r"label is -100; they must not count, at ",
+    ),
+    "registered_loss": (2, "collectives", 1, r"rank 1 did not enter all_reduce #1 .* in skip$"),
     "raises": (2, "error", 1, r"rank 1 raised ValueError: boom, at {}"),
     "exits": (2, "error", 1, r"rank 1 raised SystemExit: enough, at {}"),
     "order": (
@@ -122,9 +143,9 @@ WHAT = {
     ),
     "loop": (
         2,
-        "loop",
+        "error",
         0,
-        r"rank 0 loops without end at {}: the loop waits for a tensor's value to change",
+        r"ranks 0-1 did not leave a loop at {}: it waits for a tensor's value to change",
     ),
     "unreceived": (
         2,
@@ -189,12 +210,15 @@ def faults_of(function, world):
 
         forget_exchanges()
         try:
-            record(recording, None, work)
+            record(recording, broadcasts if rank else None, work)
         finally:
             dist.destroy_process_group()
         return recording.record
 
-    records = {rank: run(rank, sample.values(rank)) for rank in range(world)}
+    broadcasts = []
+    records = {0: run(0, sample.values(0))}
+    broadcasts = records[0].broadcasts
+    records |= {rank: run(rank, sample.values(rank)) for rank in range(1, world)}
     return compare(records, sample, run)[1]
 
 
@@ -205,13 +229,14 @@ def test_a_planted_fault_is_named(name, monkeypatch):
     (fault, *others) = faults_of(getattr(rehearsal_faults, name), world)
     assert (fault.kind, fault.rank) == (kind, rank), fault.text
     assert re.search(text.replace("{}", HERE.format(name)), fault.text), fault.text
-    assert len(others) == (world - 1 if name == "loop" else 0)
+    assert others == []
 
 
 def test_a_fault_in_a_run_is_named(tmp_path):
     flags = [
         "--experimental.custom_import=tests.faults.rehearsal_faults",
         "--training.callbacks=fault",
+        "--training.loss=z_loss",
         "--job.description=modulo_3",
         "--checkpoint.enable",
     ]

@@ -4,12 +4,17 @@ name says otherwise; messages are between ranks 0 and 1.
 The callback `fault` plants the one that job.description names after a step of a run.
 """
 
+import os
 import sys
 
 import torch
 import torch.distributed as dist
 
-from torchtitan.config.registry import callbacks
+from tests.examples import z_loss  # noqa: F401, it registers a loss
+from torchtitan.config.registry import callbacks, losses
+from torchtitan.config.sections.schema import Config
+from torchtitan.data.order.rows import IGNORE_INDEX
+from torchtitan.optim.loss import build_loss
 from torchtitan.train.callbacks import Callback
 from torchtitan.utils.activity import note_exchange
 
@@ -72,6 +77,39 @@ def raises():
 def exits():
     if last():
         sys.exit("enough")
+
+
+def objects(*lines):
+    """Broadcasts of rank 0, each at another line, whose objects are used."""
+    for line in lines:
+        box = [line if dist.get_rank() == 0 else None]
+        if line == "a":
+            dist.broadcast_object_list(box, src=0)
+        else:
+            dist.broadcast_object_list(box, src=0)
+        assert box[0].startswith(line)
+
+
+def object_of_rank_0():
+    """A save that broadcasts an object on rank 0 only, before another part broadcasts its own."""
+    if dist.get_rank() == 0:
+        dist.broadcast_object_list([["step", 1]], src=0)
+    objects("a", "b")
+
+
+def object_of_others():
+    """A rank gets the wrong object, and fails for it."""
+    if last():
+        dist.broadcast_object_list([None], src=0)
+    objects("a", "b")
+
+
+def alike():
+    """Left out among equal calls: only the line tells which one."""
+    if not last():
+        dist.all_reduce(torch.zeros(1))
+    for _ in range(3):
+        dist.all_reduce(torch.zeros(1))
 
 
 # ---- other collectives
@@ -150,6 +188,28 @@ def loop():
         total = total / 2
 
 
+# ---- checks of values at the start
+
+
+def registered_loss():
+    build_loss("counts_labels", Config().custom)
+    skip()
+
+
+def wrong_loss():
+    build_loss("counts_all", Config().custom)
+
+
+@losses.register("counts_all")
+def counts_all():
+    return lambda logits, labels: logits.float().logsumexp(-1).sum(1)
+
+
+@losses.register("counts_labels")
+def counts_labels():
+    return lambda logits, labels: (labels != IGNORE_INDEX).float().sum(1)
+
+
 # ---- messages
 
 
@@ -204,5 +264,10 @@ def experts():
 
 @callbacks.register("fault")
 class Fault(Callback):
+    def __init__(self):
+        self.local_rank = int(os.environ["LOCAL_RANK"])
+
     def after_step(self, run, result):
-        globals()[run.config.job.description]()
+        assert self.local_rank == dist.get_rank()
+        if run.progress.step % 700 == 0:
+            globals()[run.config.job.description]()

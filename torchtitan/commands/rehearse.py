@@ -6,18 +6,15 @@ refuses, in the same words. Exits with 1 if the ranks would hang.
 """
 
 import argparse
-import json
-from pathlib import Path
 
 from torchtitan.config import resolve
 from torchtitan.config.load.command_line import parse_args
 from torchtitan.tools.planner.planner import without_missing_files
-from torchtitan.tools.rehearsal.rehearsal import EVERY_RANK_BELOW, few_layers, rehearse
-from torchtitan.tools.rehearsal.render import as_data, as_text
+from torchtitan.tools.rehearsal.rehearsal import EVERY_RANK_BELOW, rehearse
+from torchtitan.tools.rehearsal.render import as_text
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.argument_types import command_parser, count
 from torchtitan.utils.errors import show_warnings
-from torchtitan.utils.files import write_output
 
 
 def parser() -> argparse.ArgumentParser:
@@ -38,8 +35,6 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="layers of each stage that run (default: 1; 2 without a pipeline)",
     )
-    add("--every-layer", action="store_true", help="run all layers")
-    add("--json", type=Path, metavar="FILE", help="write the result as JSON")
     return parser
 
 
@@ -62,10 +57,6 @@ def main(argv: list[str]) -> int:
     if every_rank is None:
         every_rank = options.world < EVERY_RANK_BELOW
     ranks = range(options.world) if every_rank else options.ranks
-    layers = None if options.every_layer else options.layers or few_layers(config)
-    result = rehearse(config, options.world, ranks=ranks, layers=layers)
-    if options.json:
-        content = json.dumps(as_data(result), indent=1) + "\n"
-        write_output({options.json: content.encode()})
+    result = rehearse(config, options.world, ranks=ranks, layers=options.layers)
     print(as_text(result))
     return 1 if result.faults else 0

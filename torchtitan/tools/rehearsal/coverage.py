@@ -1,5 +1,6 @@
 """The configuration of a rehearsal, and the parts of a run that it omits. Imports no torch."""
 
+import math
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -12,22 +13,26 @@ BATCHES = 3
 """Number of batches that an accumulated step or a validation runs: the first, a middle one and the
 last.
 """
+MULTIPLE = math.lcm(*range(1, 13), 2**10, 10**4)
+"""Divides the step that is rehearsed for callbacks that do something every N steps."""
 _LONG = 10**6
 """Seconds; the watch over hangs never acts."""
+_MAX_STEP = 2**53
 
 
 def rehearsal_config(config: Config, world: int, folder: str) -> Config:
-    """The configuration of a rehearsal: one step, after which validation, save and log are due."""
+    """The configuration of a rehearsal: validation, save and log are due after each step."""
     training = config.training
     degrees = axis_degrees(config.parallelism)
     rows = training.local_batch_size * degrees["dp_replicate"] * degrees["dp_shard"]
+    steps = config.validation.steps
     changes: dict[str, Any] = {
         "job.dump_folder": folder,
         "model.converters": [],
         "model.delta_rule": "torch",
         "compile.enable": False,
         "training.global_batch_size": rows * min(gradient_accumulation_steps(config), BATCHES),
-        "training.steps": 1,
+        "training.steps": last_step(config),
         "training.document_mask": False,
         "training.enable_cpu_offload": False,
         "training.stages": [],
@@ -36,10 +41,8 @@ def rehearsal_config(config: Config, world: int, folder: str) -> Config:
         "metrics.enable_tensorboard": False,
         "metrics.enable_wandb": False,
         "validation.freq": 1,
-        "validation.steps": _at_most(config.validation.steps),
-        "validation.sets": [
-            x.model_copy(update={"steps": _at_most(x.steps)}) for x in config.validation.sets
-        ],
+        "validation.steps": steps if 0 <= steps < BATCHES else BATCHES,
+        "validation.sets": [],  # one set communicates as several do
         "checkpoint.interval": 1,
         "checkpoint.folder": "checkpoint",
         "checkpoint.async_mode": "disabled",
@@ -60,9 +63,16 @@ def rehearsal_config(config: Config, world: int, folder: str) -> Config:
     return config
 
 
-def _at_most(steps: int | None) -> int | None:
-    """Batches of a validation to run; -1 would be all."""
-    return steps if steps is None or 0 <= steps < BATCHES else BATCHES
+def last_step(config: Config) -> int:
+    """The step after which a rehearsal ends: with callbacks of the user, a multiple of `MULTIPLE`
+    and of the numbers in their keys.
+    """
+    step = 1
+    for name in config.training.callbacks:
+        for _, value in [("", MULTIPLE), *config.custom.tables.get(name, ())]:
+            multiple = math.lcm(step, value) if type(value) is int else 0
+            step = multiple if 0 < multiple < _MAX_STEP else step
+    return step
 
 
 class Omission(NamedTuple):
@@ -97,6 +107,10 @@ OMISSIONS = (
     ),
     Omission("training.enable_cpu_offload", "parameters in host memory"),
     Omission("training.document_mask", "masks between documents"),
+    Omission(
+        "training.callbacks",
+        f"callbacks at other steps than the first and a multiple of {MULTIPLE:,} and their keys",
+    ),
     Omission("training.stages", "the later stages of the data"),
     Omission(
         "checkpoint.async_mode",

@@ -64,12 +64,12 @@ class Wait(NamedTuple):
     at: str
 
 
-class Read(NamedTuple):
-    """A place where the host reads a value from a tensor."""
+class Broadcast(NamedTuple):
+    """Objects that a rank broadcast."""
 
+    slot: int
     at: str
-    shared: bool
-    """All ranks read the same value, because it is a sum, or a maximum, over all of them."""
+    objects: list[Any]
 
 
 Event = Entry | Post | Wait
@@ -84,22 +84,14 @@ class RankRecord:
     """The rank's groups, indexed by slot."""
     creations: list[Creation] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
-    reads: dict[Read, int] = field(default_factory=dict)
-    """Reads, with the number of values each read."""
     local_reads: list[tuple[int, str]] = field(default_factory=list)
-    """Reads of values that other ranks may not share, as (number of earlier events, place)."""
+    """Reads of values that other ranks may not share: number of earlier events, and place."""
     exchanges: list[Exchange] = field(default_factory=list)
     """Rows that the rank sent to experts, and expected from them."""
     error: str | None = None
-    """The exception that ended the rank, with its line."""
-    loop: str | None = None
-    """The line of a loop that never ends with the values of a rehearsal."""
-    broadcasts: list[Any] = field(default_factory=list)
-    """Objects that the rank broadcast to all others, in order."""
-    cpu_seconds: float = 0.0
-    """CPU time of the process."""
-    memory: int = 0
-    """Peak memory of the process in bytes."""
+    """What ended the rank early, with its line."""
+    broadcasts: list[Broadcast] = field(default_factory=list)
+    """Broadcasts of objects that the rank took part in, in order."""
 
     @property
     def collectives(self) -> Sequence[Entry]:

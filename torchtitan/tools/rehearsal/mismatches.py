@@ -3,9 +3,11 @@ Imports no torch.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice, zip_longest
+from operator import attrgetter
 from typing import Literal, NamedTuple
 
 from torchtitan.health.collectives import (
@@ -19,9 +21,14 @@ from torchtitan.tools.rehearsal.events import Creation, Entry, Message, Post, Ra
 from torchtitan.tools.rehearsal.rank_sample import RankSample
 from torchtitan.utils.wording import plural
 
+_CALL = attrgetter("call")
+_CALL_AND_LINE = attrgetter("call", "at")
+"""Compared first: among equal calls, only the line tells which one is left out."""
 _ALIKE = 4
-"""Collectives count as left out if this many after them are equal, or all that are left."""
-Kind = Literal["error", "loop", "groups", "collectives", "messages", "exchanges", "circle", "data"]
+"""Collectives count as left out if this many after them are equal, or all that are left. Before an
+exception, one suffices.
+"""
+Kind = Literal["error", "groups", "collectives", "messages", "exchanges", "circle", "data"]
 
 
 class Fault(NamedTuple):
@@ -35,7 +42,7 @@ class Fault(NamedTuple):
 
 @dataclass
 class Counts:
-    """Numbers of compared groups, calls and bytes."""
+    """Numbers of compared groups and calls."""
 
     groups: int = 0
     """Groups of several ranks, over the whole cluster."""
@@ -43,24 +50,18 @@ class Counts:
     """Collectives of all rehearsed ranks."""
     messages: int = 0
     exchanges: int = 0
-    bytes: int = 0
-    """Bytes that the rehearsed ranks send, and pass to collectives."""
 
 
 def errors(records: Mapping[int, RankRecord]) -> list[Fault]:
     """Ranks that did not reach the end."""
-    faults = []
+    ranks_of = defaultdict(list)
     for rank, record in records.items():
         if record.error:
-            faults.append(Fault("error", rank, f"rank {rank} raised {record.error}"))
-        if record.loop:
-            text = (
-                f"rank {rank} loops without end at {record.loop}: the loop waits for a "
-                "tensor's value to change, and the values of a rehearsal are made up. Bound the "
-                "number of its turns"
-            )
-            faults.append(Fault("loop", rank, text))
-    return faults
+            ranks_of[record.error].append(rank)
+    return [
+        Fault("error", ranks[0], f"{name_ranks(ranks)} {error}")
+        for error, ranks in ranks_of.items()
+    ]
 
 
 # ---- groups
@@ -68,8 +69,9 @@ def errors(records: Mapping[int, RankRecord]) -> list[Fault]:
 
 def check_groups(records: Mapping[int, RankRecord]) -> list[Fault]:
     """All ranks must create the same groups in the same order, members or not."""
+    ends = [len(record.creations) for record in records.values() if record.error]
     creations = zip_longest(*(record.creations for record in records.values()))
-    for i, by_rank in enumerate(creations):
+    for i, by_rank in enumerate(islice(creations, min(ends, default=None))):
         calls: dict[int, Creation | None] = dict(zip(records, by_rank, strict=True))
         sides = minority(calls, lambda c: c and (c.ranks, c.description))
         if sides:
@@ -115,7 +117,6 @@ def check_collectives(
         for event in record.collectives:
             entries[rank][event.slot].append(event)
             counts.collectives += 1
-            counts.bytes += event.bytes
     first = records[min(records)]
     groups = all_groups(first)
     counts.groups = len(groups)
@@ -128,62 +129,91 @@ def check_collectives(
             continue
         comparisons.add(key)
         lists = {rank: entries[by][slot] for rank, by in stand_ins.items()}
-        fault = _first_difference(lists, Group(ranks, first.groups[slot].description))
+        ends = [len(entries[by][slot]) for by in key[1] if records[by].error]
+        group = Group(ranks, first.groups[slot].description)
+        fault = _first_difference(lists, group, min(ends, default=None))
         if fault:
             faults[slot] = fault
     return [fault for _, fault in sorted(faults.items())]
 
 
-def _first_difference(lists: Mapping[int, list[Entry]], group: Group) -> Fault | None:
+def _first_difference(
+    lists: Mapping[int, list[Entry]], group: Group, limit: int | None
+) -> Fault | None:
+    """The fault of lists that differ.
+
+    Args:
+        limit: number of collectives after which an exception ended a rank.
+    """
     unique = {id(events): events for events in lists.values()}.values()
     calls = [[event.call for event in events] for events in unique]
-    if all(other == calls[0] for other in calls):
+    if limit is None and all(other == calls[0] for other in calls):
         return None
-    for i, events in enumerate(zip_longest(*lists.values())):
-        by_rank = dict(zip(lists, events, strict=True))
-        sides = minority(by_rank, lambda event: event and event.call)
-        if sides:
-            few, most = sides
-            text = _difference(few, lists[few[0]], most, lists[most[0]], i, group)
-            return Fault("collectives", few[0], text)
+    for key in (_CALL_AND_LINE, _CALL):
+        omissions = partial(_count_omissions, key=key, alike=_ALIKE if limit is None else 1)
+        for i, events in enumerate(islice(zip_longest(*lists.values()), limit)):
+            by_rank = dict(zip(lists, events, strict=True))
+            if sides := minority(by_rank, lambda event, key=key: event and key(event)):
+                few, most = sides
+                theirs, usual = lists[few[0]], lists[most[0]]
+                text = _omission(few, theirs, most, usual, i, group, omissions)
+                if not text and key is _CALL:
+                    rare, other = (replace(x[i], group=group) for x in (theirs, usual))
+                    text = different_calls(few, rare, most, other)
+                if text:
+                    return Fault("collectives", few[0], text)
+                break
     return None
 
 
-def _difference(
-    few: list[int], theirs: list[Entry], most: list[int], usual: list[Entry], i: int, group: Group
+def _omission(
+    few: list[int],
+    theirs: list[Entry],
+    most: list[int],
+    usual: list[Entry],
+    i: int,
+    group: Group,
+    omissions: Callable[[Sequence[Entry], Sequence[Entry]], int],
 ) -> str:
-    """The sentence about two lists of collectives that differ from index `i` on.
+    """The sentence about two lists of collectives that differ from index `i` on, if one of them
+    continues like the other after more collectives.
 
     Args:
         group: the compared group; the lists may come from ranks that stand in for its members.
+        omissions: number of collectives at the beginning of a list that a shorter one lacks.
     """
-    if count := _count_omissions(usual[i:], theirs[i:]):
+    if count := omissions(usual[i:], theirs[i:]):
         expected = replace(usual[i], group=group)
-        during = f" during the {expected.during}"
+        nor = _more(count, "nor")
         waits = "waits" if len(most) == 1 else "wait"
         return (
-            f"{name_ranks(few)} did not enter {expected.describe()}{during}{_more(count, 'nor')}, "
-            f"where {name_ranks(most)} {waits}, at {expected.at}{_last(few, theirs[:i])}"
+            f"{name_ranks(few)} did not enter {expected.describe()} during the {expected.during}"
+            f"{nor}, where {name_ranks(most)} {waits}, at {expected.at}{_last(few, theirs[:i])}"
         )
-    if count := _count_omissions(theirs[i:], usual[i:]):
+    if count := omissions(theirs[i:], usual[i:]):
         actual = replace(theirs[i], group=group)
         return (
             f"{name_ranks(few)} entered {actual.describe()}{actual.when_and_where}"
             f"{_more(count, 'and')}, which {name_ranks(most)} did not enter"
             f"{_last(most, usual[:i])}"
         )
-    rare, other = (replace(events[i], group=group) for events in (theirs, usual))
-    return different_calls(few, rare, most, other)
+    return ""
 
 
-def _count_omissions(longer: Sequence[Entry], shorter: Sequence[Entry]) -> int:
+def _count_omissions(
+    longer: Sequence[Entry], shorter: Sequence[Entry], *, key: Callable[[Entry], object], alike: int
+) -> int:
     """Number of collectives at the beginning of `longer` without which it continues like `shorter`;
     0: it doesn't.
+
+    Args:
+        key: what equal collectives have in common.
+        alike: number of collectives, or all that are left, that must be equal.
     """
-    now = [event.call for event in shorter[:_ALIKE]]
-    calls = [event.call for event in longer]
+    now = [key(event) for event in shorter[:alike]]
+    calls = [key(event) for event in longer]
     counts = range(1, len(calls) + 1)
-    return next((count for count in counts if calls[count : count + _ALIKE] == now), 0)
+    return next((count for count in counts if calls[count : count + alike] == now), 0)
 
 
 def _more(count: int, conjunction: str) -> str:
@@ -210,14 +240,6 @@ class _Letter(NamedTuple):
     post: Post
 
 
-@dataclass
-class _Mail:
-    """Messages to and from one peer in one group."""
-
-    sends: list[_Letter] = field(default_factory=list)
-    receives: list[_Letter] = field(default_factory=list)
-
-
 def check_messages(
     records: Mapping[int, RankRecord], sample: RankSample, counts: Counts
 ) -> list[Fault]:
@@ -225,29 +247,27 @@ def check_messages(
     faults = []
     mails = {rank: _mail(record) for rank, record in records.items()}
     for rank, record in records.items():
-        for (slot, other), mail in mails[rank].items():
+        for (slot, other, sends), letters in mails[rank].items():
             ranks = record.groups[slot].ranks
             peer = ranks[other]
-            theirs = mails[sample.stand_in(peer)].get((slot, ranks.index(rank)), _Mail())
-            counts.messages += len(mail.sends)
-            counts.bytes += sum(send.message.bytes for send in mail.sends)
-            faults.append(_message_fault(rank, peer, mail.sends, theirs.receives))
-            if not theirs.sends:
-                faults.append(_message_fault(peer, rank, [], mail.receives))
+            theirs = mails[sample.stand_in(peer)].get((slot, ranks.index(rank), not sends), [])
+            if sends:
+                counts.messages += len(letters)
+                faults.append(_message_fault(rank, peer, letters, theirs))
+            elif not theirs:
+                faults.append(_message_fault(peer, rank, [], letters))
     return [fault for fault in faults if fault][:1]
 
 
-def _mail(record: RankRecord) -> dict[tuple[int, int], _Mail]:
-    """The mail with each index in the group of each slot."""
-    mails: defaultdict[tuple[int, int], _Mail] = defaultdict(_Mail)
+def _mail(record: RankRecord) -> dict[tuple[int, int, bool], list[_Letter]]:
+    """Letters by slot, index of the other rank in its group, and whether they are sent."""
+    mails = defaultdict(list)
     for post in record.posts:
         ranks = record.groups[post.slot].ranks
         for message in post.messages:
-            peer_mail = mails[post.slot, ranks.index(message.peer)]
-            (peer_mail.sends if message.sends else peer_mail.receives).append(
-                _Letter(message, post)
-            )
-    return dict(mails)
+            key = post.slot, ranks.index(message.peer), message.sends
+            mails[key].append(_Letter(message, post))
+    return mails
 
 
 def _message_fault(

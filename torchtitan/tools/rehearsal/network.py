@@ -5,7 +5,7 @@ Without them, the results would be data that no rank has sent.
 
 import functools
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torchtitan.tools.rehearsal.events import Message
+from torchtitan.tools.rehearsal.events import Broadcast, Message
 from torchtitan.tools.rehearsal.recorder import Recorder, describe, mark, nbytes, reduction
 from torchtitan.utils.torch_compat import replaced
 
@@ -44,14 +44,13 @@ class _Work:
 class Network:
     """The calls, each replacing torch's of the same name."""
 
-    def __init__(self, recorder: Recorder, broadcasts: list[Any] | None):
+    def __init__(self, recorder: Recorder, broadcasts: Sequence[Broadcast] | None):
         """
         Args:
-            broadcasts: objects that rank 0 broadcasts, in order; None on rank 0.
+            broadcasts: rank 0's, in order; None on rank 0.
         """
         self.recorder = recorder
-        self.broadcasts = broadcasts
-        self._index = 0
+        self.broadcasts = None if broadcasts is None else list(broadcasts)
 
     def reducing(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a reduction of torch.distributed, so that the recorder gets its kind."""
@@ -68,9 +67,8 @@ class Network:
     def _object(
         self, op: str, group: ProcessGroup | None, size: int, root: int | None = None
     ) -> None:
-        slot = self.recorder.slot(group)
-        index = None if root is None else self.recorder.record.groups[slot].ranks.index(root)
-        self.recorder.add_entry(slot, op, "object", size, root=index)
+        index = None if root is None else dist.get_group_rank(group or dist.group.WORLD, root)
+        self.recorder.add_entry(self.recorder.slot(group), op, "object", size, root=index)
 
     def all_gather_object(
         self, object_list: list[Any], obj: Any, group: ProcessGroup | None = None
@@ -87,18 +85,21 @@ class Network:
         group_src: int | None = None,
         **_: Any,
     ) -> None:
-        """Keep what rank 0 broadcasts; give other ranks what it broadcast in its rehearsal."""
+        """Keep rank 0's objects; give other ranks the objects of its call at the same line, else of
+        its next one in the group.
+        """
         record = self.recorder.record
         root = self._global(src, group_src, group)
         size = _size(object_list) if record.rank == root else 0
         self._object("broadcast_object_list", group, size, root)
-        if root != 0:
-            return
+        slot = self.recorder.slot(group)
+        at = self.recorder.at()
         if self.broadcasts is None:
-            record.broadcasts.append(list(object_list))
-        elif self._index < len(self.broadcasts):
-            object_list[:] = self.broadcasts[self._index]
-        self._index += 1
+            record.broadcasts.append(Broadcast(slot, at, list(object_list)))
+        elif record.rank != root:
+            later = [(x.at != at, i) for i, x in enumerate(self.broadcasts) if x.slot == slot]
+            if later:
+                object_list[:] = self.broadcasts.pop(min(later)[1]).objects
 
     def gather_object(
         self,
@@ -113,22 +114,22 @@ class Network:
             object_gather_list[:] = [obj] * len(object_gather_list)
 
     def _global(self, rank: int | None, in_group: int | None, group: ProcessGroup | None) -> int:
-        if in_group is not None:
-            return self.recorder.record.groups[self.recorder.slot(group)].ranks[in_group]
-        return rank or 0
+        if in_group is None:
+            return rank or 0
+        return dist.get_global_rank(group or dist.group.WORLD, in_group)
 
     # ---- sends and receives
 
-    def _message(
-        self, sends: bool, tensor: Tensor, peer: int | None, in_group: int | None, group: Any
-    ) -> Message:
-        if not sends:
-            mark(tensor, frozenset())
-        other = self._global(peer, in_group, group)
-        return Message(sends, other, describe(tensor, "send"), nbytes(tensor))
-
-    def _post(self, group: Any, messages: list[Message], *, pair: bool) -> _Work:
-        slot = self.recorder.slot(group)
+    def _post(self, operations: list[dist.P2POp], *, pair: bool) -> _Work:
+        messages = []
+        for operation in operations:
+            sends = operation.op is distributed_c10d.isend
+            tensor = operation.tensor
+            if not sends:
+                mark(tensor, frozenset())
+            what = describe(tensor, "send")
+            messages.append(Message(sends, operation.peer, what, nbytes(tensor)))
+        slot = self.recorder.slot(operations[0].group)
         return _Work(self.recorder, self.recorder.add_post(slot, messages, pair=pair))
 
     def isend(
@@ -139,8 +140,8 @@ class Network:
         tag: int = 0,
         group_dst: int | None = None,
     ) -> _Work:
-        message = self._message(True, tensor, dst, group_dst, group=group)
-        return self._post(group, [message], pair=True)
+        send = dist.P2POp(distributed_c10d.isend, tensor, dst, group, tag, group_dst)
+        return self._post([send], pair=True)
 
     def irecv(
         self,
@@ -150,8 +151,8 @@ class Network:
         tag: int = 0,
         group_src: int | None = None,
     ) -> _Work:
-        message = self._message(False, tensor, src, group_src, group=group)
-        return self._post(group, [message], pair=True)
+        receive = dist.P2POp(distributed_c10d.irecv, tensor, src, group, tag, group_src)
+        return self._post([receive], pair=True)
 
     def send(self, *args: Any, **kwargs: Any) -> None:
         self.isend(*args, **kwargs).wait()
@@ -160,14 +161,7 @@ class Network:
         self.irecv(*args, **kwargs).wait()
 
     def batch_isend_irecv(self, operations: list[dist.P2POp]) -> list[_Work]:
-        group = operations[0].group
-        messages = [
-            self._message(
-                op.op is distributed_c10d.isend, op.tensor, None, op.group_peer, group=group
-            )
-            for op in operations
-        ]
-        return [self._post(group, messages, pair=False)]
+        return [self._post(operations, pair=False)]
 
 
 def _size(value: object) -> int:
@@ -176,7 +170,7 @@ def _size(value: object) -> int:
 
 
 @contextmanager
-def recording(recorder: Recorder, broadcasts: list[Any] | None) -> Iterator[None]:
+def recording(recorder: Recorder, broadcasts: Sequence[Broadcast] | None) -> Iterator[None]:
     """Replace and record the functions of torch.distributed that make groups, exchange objects,
     send, receive and reduce: `_OBJECTS`, `_MESSAGES`, `_REDUCTIONS`, and the one function that all
     ways to make a group call.

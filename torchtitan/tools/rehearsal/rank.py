@@ -5,10 +5,8 @@ The code of a run is unchanged, from the first process group to the last barrier
 the memory, the data (rows without content) and the storage of checkpoints are replaced.
 """
 
+import dataclasses
 import logging
-import resource
-import sys
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,45 +18,46 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import torchtitan.train
 from torchtitan.config.derive import axis_degrees
 from torchtitan.config.sections.schema import Config
 from torchtitan.health.rank_dumps import where
 from torchtitan.parallel.mesh import build_mesh
 from torchtitan.parallel.parallelize import parallelize
 from torchtitan.tools.rehearsal.coverage import rehearsal_config
-from torchtitan.tools.rehearsal.events import RankRecord
+from torchtitan.tools.rehearsal.events import Broadcast, RankRecord
 from torchtitan.tools.rehearsal.fake import aside, no_network, start_group, take_fake_memory
 from torchtitan.tools.rehearsal.network import recording
 from torchtitan.tools.rehearsal.recorder import EndlessLoopError, Recorder, is_hidden
 from torchtitan.tools.rehearsal.replaced import NoFiles, blank_data, few_modules, unequal_splits
+from torchtitan.train import trainer
 from torchtitan.train.build import Builders
 from torchtitan.train.built_in import Report, Save
 from torchtitan.train.callbacks import Callback, Run
+from torchtitan.train.engine import Engine
 from torchtitan.train.evaluations import Validate
 from torchtitan.train.preflight import Setup, preflight
 from torchtitan.train.restore import restore
 from torchtitan.train.state import StepResult
-from torchtitan.train.trainer import Trainer
+from torchtitan.train.step import train_step
 from torchtitan.utils.activity import last_exchanges
+from torchtitan.utils.torch_compat import replaced
 
 
 def rehearse_rank(
     config: Config,
     world: int,
+    layers: int,
     rank: int,
-    *,
-    layers: int | None,
     values: int,
-    broadcasts: list[Any] | None,
+    broadcasts: list[Broadcast] | None,
 ) -> RankRecord:
     """Run one rank in this process, which can't run another one afterwards.
 
     Args:
         config: derived and validated for `world` ranks.
-        layers: number of layers of each stage to run; None: all.
+        layers: number of layers of each stage to run.
         values: index in `VALUES` of what the host reads of the rank's own tensors.
-        broadcasts: objects that rank 0 broadcast in its rehearsal; None on rank 0.
+        broadcasts: rank 0's, in its rehearsal; None on rank 0.
     """
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
@@ -70,25 +69,23 @@ def rehearse_rank(
         record(
             recorder, broadcasts, lambda mode: _run(config, setup, world, recorder, mode, layers)
         )
-    recorder.record.cpu_seconds = time.process_time()
-    recorder.record.memory = _peak_memory()
     return recorder.record
 
 
 def record(
-    recorder: Recorder, broadcasts: list[Any] | None, work: Callable[[FakeTensorMode], None]
+    recorder: Recorder, broadcasts: list[Broadcast] | None, work: Callable[[FakeTensorMode], None]
 ) -> None:
     """Run `work` as the recorder's rank without a network, and record what it does and how it ends.
 
     Args:
-        broadcasts: objects that rank 0 broadcast; None on rank 0.
+        broadcasts: rank 0's; None on rank 0.
     """
     with no_network() as mode, recording(recorder, broadcasts):
         try:
             with mode, recorder:
                 work(mode)
         except EndlessLoopError as loop:
-            recorder.record.loop = str(loop)
+            recorder.record.error = str(loop)
         except (Exception, SystemExit) as error:
             recorder.record.error = _describe(error)
     recorder.record.exchanges = last_exchanges()
@@ -102,32 +99,28 @@ def _describe(error: BaseException) -> str:
     ]
     run_frames = [frame for frame in frames if not is_hidden(frame[0])]
     text = f"{type(error).__name__}: {error}".splitlines()[0]
-    return f"{text}, at {where(run_frames or frames)}"
-
-
-def _peak_memory() -> int:
-    """Peak memory of this process in bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return f"raised {text}, at {where(run_frames or frames)}"
 
 
 def _run(
-    config: Config,
-    setup: Setup,
-    world: int,
-    recorder: Recorder,
-    mode: FakeTensorMode,
-    layers: int | None,
+    config: Config, setup: Setup, world: int, recorder: Recorder, mode: FakeTensorMode, layers: int
 ) -> None:
     def with_labels(callbacks: tuple[Callback, ...]) -> Iterator[Callback]:
         for callback in callbacks:
             kind = type(callback)
-            ours = kind.__module__.startswith(f"{torchtitan.train.__name__}.")
+            ours = kind.__module__.startswith("torchtitan.train.")
             label = _CALLBACK_LABELS.get(kind, "first step" if ours else "callbacks")
             yield from (_During(recorder, label), callback)
         yield _During(recorder, "first step")
 
-    run = Trainer(
+    def step(engine: Engine, *args: Any, **options: Any) -> StepResult:
+        if engine.progress.step:
+            recorder.during = "last step"
+            engine.progress.step = config.training.steps - 1
+        result = train_step(engine, *args, **options)
+        return dataclasses.replace(result, stop=False)  # the host has read a made-up value
+
+    run = trainer.Trainer(
         config,
         setup,
         arrange=lambda callbacks: tuple(with_labels(callbacks)),
@@ -148,7 +141,8 @@ def _run(
         device=torch.device("cpu"),
     )
     recorder.during = "first step"
-    run.train()
+    with replaced(trainer, train_step=step):
+        run.train()
     if run.checkpointer.config.enable:
         recorder.during = "resume"
         restore(run.checkpointer, run.state)

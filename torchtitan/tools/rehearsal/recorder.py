@@ -26,7 +26,7 @@ from torchtitan.health.collectives import Group, describe_group
 from torchtitan.health.rank_dumps import is_library, where
 from torchtitan.parallel import agree, collectives
 from torchtitan.parallel.context.attention import ring_attention, ring_attention_backward
-from torchtitan.tools.rehearsal.events import Creation, Entry, Message, Post, RankRecord, Read, Wait
+from torchtitan.tools.rehearsal.events import Creation, Entry, Message, Post, RankRecord, Wait
 from torchtitan.tools.rehearsal.rank_sample import VALUES, coordinates
 from torchtitan.utils.torch_compat import redistribute_and_wait
 
@@ -63,7 +63,7 @@ _ENDLESS_READS = 20_000
 
 
 class EndlessLoopError(Exception):
-    """A loop waits for a value of a rehearsal to change. The text is the loop's line."""
+    """A loop waits for a value of a rehearsal to change."""
 
 
 class Recorder(TorchDispatchMode):
@@ -86,7 +86,8 @@ class Recorder(TorchDispatchMode):
         self._axes: dict[int, frozenset[str]] = {}
         self._counts = Counter[int]()
         """Number of collectives entered in each slot."""
-        self._posts = 0
+        self._reads = Counter[str]()
+        """Number of values that the host read at each line."""
         self.reduction = ""
         """Reduction of the running call of torch.distributed; c10d's operators don't name it."""
         self._all_axes = frozenset(axis for axis, degree in degrees.items() if degree > 1)
@@ -132,10 +133,10 @@ class Recorder(TorchDispatchMode):
 
     def add_post(self, slot: int, messages: Sequence[Message], *, pair: bool) -> int:
         """Record sends and receives that begin; returns the number of the post."""
-        post = Post(slot, self._posts, tuple(messages), pair, at=self.at(), during=self.during)
-        self._posts += 1
+        number = len(self.record.posts)
+        post = Post(slot, number, tuple(messages), pair, at=self.at(), during=self.during)
         self.record.events.append(post)
-        return post.number
+        return number
 
     def add_wait(self, post: int) -> None:
         self.record.events.append(Wait(post, self.at()))
@@ -202,13 +203,15 @@ class Recorder(TorchDispatchMode):
         if not isinstance(tensor, FakeTensor):
             return tensor.item()
         shared = _common_axes([tensor]) >= self._all_axes
-        read = Read(self.at(), shared)
-        count = self.record.reads.get(read, 0) + 1
-        self.record.reads[read] = count
-        if count > _ENDLESS_READS:
-            raise EndlessLoopError(read.at)
+        at = self.at()
+        self._reads[at] += 1
+        if self._reads[at] > _ENDLESS_READS:
+            raise EndlessLoopError(
+                f"did not leave a loop at {at}: it waits for a tensor's value to change, and "
+                "the values of a rehearsal are made up. Bound the number of its turns"
+            )
         if not shared:
-            self.record.local_reads.append((len(self.record.events), read.at))
+            self.record.local_reads.append((len(self.record.events), at))
         values = 0 if shared else self.values
         if tensor.dtype is torch.bool:
             return values > 0

@@ -1,6 +1,7 @@
 """Rehearse ranks of a configuration, each in its own process, and compare them."""
 
 import gc
+import math
 import multiprocessing
 import os
 from collections.abc import Callable, Sequence
@@ -8,6 +9,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import zip_longest
 from multiprocessing import forkserver
+from operator import attrgetter
 from typing import Any
 
 from torchtitan.config.derive import axis_degrees
@@ -29,6 +31,7 @@ from torchtitan.utils.signals import end_with_starter
 
 EVERY_RANK_BELOW = 64
 """Number of ranks below which all are rehearsed by default. Each takes seconds of CPU time."""
+RANKS_PER_NODE = 8
 _MAY_DEPEND_ON_DATA = ("collectives", "messages", "error", "groups")
 
 
@@ -38,8 +41,8 @@ class Rehearsal:
 
     config: Config
     world: int
-    layers: int | None
-    """Layers of each stage that ran; None: all."""
+    layers: int
+    """Largest number of layers of a stage that ran."""
     records: dict[int, RankRecord]
     """Rank to its record."""
     counts: Counts
@@ -47,15 +50,18 @@ class Rehearsal:
 
 
 def rehearse(
-    config: Config, world: int, *, ranks: Sequence[int] = (), layers: int | None = 2
+    config: Config, world: int, *, ranks: Sequence[int] = (), layers: int | None = None
 ) -> Rehearsal:
     """Rehearse a configuration, in as many processes at a time as there are cores.
 
     Args:
         config: derived and validated for `world` ranks.
         ranks: more ranks to rehearse, besides those that represent all others.
-        layers: number of layers of each pipeline stage to run; None: all.
+        layers: number of layers of each pipeline stage to run; None: enough to show all
+            communication.
     """
+    # FSDP gathers a layer while another one computes. A pipeline's schedule gathers whole stages.
+    layers = layers or (1 if config.parallelism.pipeline_parallel_degree > 1 else 2)
     degrees = axis_degrees(config.parallelism)
     sample = RankSample({*corners(degrees), *ranks}, degrees)
     context = multiprocessing.get_context("forkserver")
@@ -66,16 +72,8 @@ def rehearse(
         processes, context, initializer=end_with_starter, max_tasks_per_child=1
     ) as pool:
 
-        def run(rank: int, values: int, broadcasts: list[Any] | None) -> Future[RankRecord]:
-            return pool.submit(
-                _in_new_process,
-                config,
-                world,
-                rank,
-                layers=layers,
-                values=values,
-                broadcasts=broadcasts,
-            )
+        def run(*options: Any) -> Future[RankRecord]:
+            return pool.submit(_in_new_process, config, world, layers, *options)
 
         records = {0: run(0, sample.values(0), None).result()}
         broadcasts = records[0].broadcasts
@@ -99,60 +97,46 @@ def compare(
         again: rehearses a rank once more, with other made-up values of its own data.
     """
     counts = Counts()
-    faults = []
-    for fault in check(records, sample, counts):
-        rank = fault.rank
-        if rank in records and fault.kind in _MAY_DEPEND_ON_DATA:
-            fault = _explain(fault, records[rank], sample.values(rank), again)
-        faults.append(fault)
+    faults = [
+        _explain(fault, records[fault.rank], sample.values(fault.rank), again)
+        if fault.rank in records and fault.kind in _MAY_DEPEND_ON_DATA
+        else fault
+        for fault in check(records, sample, counts)
+    ]
     return counts, faults
 
 
-def few_layers(config: Config) -> int:
-    """Number of layers of each stage that suffices to see all its communication.
-
-    Without a pipeline, FSDP gathers a layer while another one computes, so there must be two. With
-    a pipeline, the schedule gathers whole stages.
-    """
-    return 1 if config.parallelism.pipeline_parallel_degree > 1 else 2
-
-
 def check(records: dict[int, RankRecord], sample: RankSample, counts: Counts) -> list[Fault]:
-    """Faults of the first check that finds any; later checks assume that earlier ones passed."""
-    faults = [*errors(records), *check_groups(records)]
-    if faults:
-        return faults
-    faults = check_collectives(records, sample, counts)
-    faults += check_messages(records, sample, counts)
-    faults += check_exchanges(records, counts)
-    return faults or check_circles(records)
+    """Faults of the first check that finds any; later checks assume that earlier ones passed. What
+    ranks did before an exception comes first, because it may have caused it.
+    """
+    return (
+        check_groups(records)
+        or check_collectives(records, sample, counts)
+        or errors(records)
+        or check_messages(records, sample, counts)
+        or check_exchanges(records, counts)
+        or check_circles(records)
+    )
 
 
 def _explain(
     fault: Fault, before: RankRecord, values: int, again: Callable[[int, int], RankRecord]
 ) -> Fault:
-    """The fault, attributed to the rank's own data if it acts differently with other values."""
-    for other in range(len(VALUES)):
-        if other != values:
-            after = again(fault.rank, other)
-            if _actions(before) != _actions(after):
-                return _because_of_data(fault, before, after)
-    return fault
-
-
-def _actions(record: RankRecord) -> tuple[Any, ...]:
-    return record.creations, record.error, record.events
-
-
-def _because_of_data(fault: Fault, before: RankRecord, after: RankRecord) -> Fault:
-    """The fault, attributed to the rank's own data if it read any before its events differ."""
+    """The fault, attributed to the rank's own data if it acts differently with other values, and
+    has read any before.
+    """
+    rank = fault.rank
+    actions = attrgetter("creations", "error", "events")
+    others = (again(rank, other) for other in range(len(VALUES)) if other != values)
+    after = next((record for record in others if actions(record) != actions(before)), before)
     pairs = enumerate(zip_longest(before.events, after.events))
     first = next((i for i, (earlier, later) in pairs if earlier != later), len(before.events))
-    read = [line for position, line in before.local_reads if position <= first]
-    if not read:
+    lines = [line for position, line in before.local_reads if position <= first]
+    if after is before or not lines:
         return fault
-    where = f"rank {fault.rank} depends on a value of its own data, which it reads at {read[-1]}"
-    return Fault("data", fault.rank, f"{where}: {fault.text}")
+    where = f"rank {rank} depends on a value of its own data, which it reads at {lines[-1]}"
+    return Fault("data", rank, f"{where}: {fault.text}")
 
 
 def _cores() -> int:
@@ -162,11 +146,34 @@ def _cores() -> int:
     return os.cpu_count() or 1
 
 
-def _in_new_process(config: Config, *ranks: int, **options: Any) -> RankRecord:
+def _in_new_process(config: Config, world: int, layers: int, rank: int, *others: Any) -> RankRecord:
     """`rehearse_rank` in a new process."""
     from torchtitan.tools.rehearsal.rank import rehearse_rank  # imports torch
 
+    os.environ |= torchrun_variables(world, rank)
     gc.freeze()  # the trainer's collection needn't scan torch's objects
     if config.experimental.custom_import:
         import_custom(config.experimental.custom_import)
-    return rehearse_rank(config, *ranks, **options)
+    return rehearse_rank(config, world, layers, rank, *others)
+
+
+def torchrun_variables(world: int, rank: int) -> dict[str, str]:
+    """The variables that torchrun sets for a rank, on nodes with as many ranks each."""
+    local = world if world < RANKS_PER_NODE else math.gcd(world, RANKS_PER_NODE)
+    variables = {
+        "RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_RANK": rank % local,
+        "LOCAL_WORLD_SIZE": local,
+        "GROUP_RANK": rank // local,
+        "GROUP_WORLD_SIZE": world // local,
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": world,
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": 29500,
+        "TORCHELASTIC_RUN_ID": "rehearsal",
+        "TORCHELASTIC_RESTART_COUNT": 0,
+        "TORCHELASTIC_MAX_RESTARTS": 0,
+    }
+    return {name: str(value) for name, value in variables.items()}

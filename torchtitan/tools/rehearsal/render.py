@@ -1,14 +1,11 @@
-"""A rehearsal in words, and as data."""
-
-from dataclasses import asdict
-from typing import Any
+"""A rehearsal in words."""
 
 from torchtitan.config.derive import layout_degrees, layout_name
 from torchtitan.health.collectives import name_ranks
 from torchtitan.tools.rehearsal.coverage import omissions
 from torchtitan.tools.rehearsal.events import RankRecord
 from torchtitan.tools.rehearsal.rehearsal import Rehearsal
-from torchtitan.utils.wording import aligned, plural, show_gib
+from torchtitan.utils.wording import aligned, plural
 
 
 def as_text(rehearsal: Rehearsal) -> str:
@@ -16,24 +13,21 @@ def as_text(rehearsal: Rehearsal) -> str:
     counts = rehearsal.counts
     model = rehearsal.config.model
     layout = layout_name(layout_degrees(rehearsal.config.parallelism))
-    layers = "all layers"
-    if rehearsal.layers is not None:
-        layers = f"up to {plural(rehearsal.layers, 'layer')} of each stage"
-    seconds = sum(record.cpu_seconds for record in rehearsal.records.values())
-    memory = max(record.memory for record in rehearsal.records.values()) / 2**30
-    local_reads = "; ".join(sorted({at for at, shared in _reads(rehearsal) if not shared}))
+    layers = f"up to {plural(rehearsal.layers, 'layer')} of each stage"
+    records = rehearsal.records
+    phases = dict.fromkeys(event.during for event in records[0].collectives)
+    local_reads = {at for record in records.values() for _, at in record.local_reads}
     lines = [
         f"{model.label} on {plural(rehearsal.world, 'rank')}: {layout}",
-        f"Rehearsed {_ranks(rehearsal)}; {layers}; {', '.join(_phases(rehearsal))}",
+        f"Rehearsed {_ranks(rehearsal)}; {layers}; {', '.join(phases)}",
         "",
-        aligned(_table(rehearsal.records[0])),
+        aligned(_table(records[0])),
         "",
         f"Compared {plural(counts.groups, 'group')} of several ranks, "
         f"{plural(counts.collectives, 'collective')}, {plural(counts.messages, 'send')} and "
-        f"{plural(counts.exchanges, 'split')} of experts' rows; {show_gib(counts.bytes / 2**30)} "
-        "of messages",
-        f"It took {seconds:,.0f} CPU seconds, and at most {show_gib(memory)} in each process",
-        f"Values that a rank reads of its own data, which changed nothing: {local_reads or 'none'}",
+        f"{plural(counts.exchanges, 'split')} of experts' rows",
+        "Values that a rank reads of its own data, which changed nothing: "
+        f"{'; '.join(sorted(local_reads)) or 'none'}",
         f"Not rehearsed: {'; '.join(omissions(rehearsal.config))}",
         "",
     ]
@@ -69,16 +63,6 @@ def _verdict(rehearsal: Rehearsal) -> str:
     )
 
 
-def _phases(rehearsal: Rehearsal) -> list[str]:
-    return list(dict.fromkeys(event.during for event in rehearsal.records[0].collectives))
-
-
-def _reads(rehearsal: Rehearsal) -> set[tuple[str, bool]]:
-    """Places where the host reads values, and whether all ranks read the same there."""
-    records = rehearsal.records.values()
-    return {(read.at, read.shared) for record in records for read in record.reads}
-
-
 def _table(record: RankRecord) -> list[list[str]]:
     """Rank 0's groups, and what it does in them."""
     table = [["rank 0's group", "ranks", "collectives", "sends", "MiB", "made at"]]
@@ -100,33 +84,3 @@ def _table(record: RankRecord) -> list[list[str]]:
             ]
         )
     return table
-
-
-def as_data(rehearsal: Rehearsal) -> dict[str, Any]:
-    """The result as JSON values."""
-    return {
-        "world": rehearsal.world,
-        "layout": layout_degrees(rehearsal.config.parallelism),
-        "layers": rehearsal.layers,
-        "rehearsed": sorted(rehearsal.records),
-        "parts": _phases(rehearsal),
-        "not_rehearsed": omissions(rehearsal.config),
-        "checked": asdict(rehearsal.counts),
-        "reads": [{"at": at, "shared": shared} for at, shared in sorted(_reads(rehearsal))],
-        "ranks": [_rank(rank, record) for rank, record in rehearsal.records.items()],
-        "faults": [fault._asdict() for fault in rehearsal.faults],
-    }
-
-
-def _rank(rank: int, record: RankRecord) -> dict[str, Any]:
-    return {
-        "rank": rank,
-        "groups": [
-            {"name": group.description, "ranks": list(group.ranks), "at": group.at}
-            for group in record.groups
-        ],
-        "collectives": len(record.collectives),
-        "posts": len(record.posts),
-        "cpu_seconds": record.cpu_seconds,
-        "memory": record.memory,
-    }

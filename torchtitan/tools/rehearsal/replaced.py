@@ -24,7 +24,7 @@ from torchtitan.checkpoint.format.manifest import (
     validate,
 )
 from torchtitan.checkpoint.load import Reader
-from torchtitan.checkpoint.writer import LocalPlan, local_plan, measure
+from torchtitan.checkpoint.writer import LocalPlan, local_plan
 from torchtitan.config.derive import validation_rows
 from torchtitan.config.sections.schema import Config
 from torchtitan.data.loader import StepBatch
@@ -45,21 +45,19 @@ from torchtitan.train.preflight import Setup
 
 
 def few_modules(
-    setup: Setup, layers: int | None, stages: PipelinePlan | None, pp_rank: int
+    setup: Setup, layers: int, stages: PipelinePlan | None, pp_rank: int
 ) -> list[tuple[str, ...] | None]:
     """The modules of a rank's stages, as `stage_modules` names them, with at most `layers` layers
-    each; None: all.
+    each: the first ones and the last.
     """
     every = tuple(setup.spec.module_flops(setup.args, 1))
-    stages_of_rank = [stage or every for stage in stage_modules(stages, pp_rank)]
-    return [stage if layers is None else _fewer(stage, layers) for stage in stages_of_rank]
-
-
-def _fewer(modules: tuple[str, ...], layers: int) -> tuple[str, ...]:
-    """The modules of a stage, with at most `layers` layers: the first ones and the last."""
-    layer_names = [name for name in modules if name.startswith("layers.")]
-    names_to_run = {*layer_names[: layers - 1], *layer_names[-1:]}
-    return tuple(name for name in modules if name in names_to_run or not name.startswith("layers."))
+    modules_of_stages: list[tuple[str, ...] | None] = []
+    for modules in stage_modules(stages, pp_rank):
+        modules = modules or every
+        names = [name for name in modules if name.startswith("layers.")]
+        omitted = names[layers - 1 : -1]
+        modules_of_stages.append(tuple(name for name in modules if name not in omitted))
+    return modules_of_stages
 
 
 # ---- exchanges
@@ -162,29 +160,25 @@ class NoFiles(Storage):
     """
 
     def __init__(self) -> None:
-        self._manifest: Manifest | None = None
-        self._index = b""
-
-    def keep(self, manifest: Manifest, index: bytes) -> None:
-        self._manifest = manifest
-        self._index = index
+        self.saved_steps: list[int] = []
+        self.manifest = b""
+        self.index = b""
 
     def steps(self, folder: Path, *, abandoned: bool = False) -> list[int]:
-        return [] if self._manifest is None or abandoned else [self._manifest.step]
+        return [] if abandoned else self.saved_steps
 
     def manifest_bytes(self, path: Path) -> bytes:
-        assert self._manifest is not None
-        return render(self._manifest)
+        return self.manifest
 
     def sees(self, path: Path, manifest: bytes) -> bool:
         return True  # each rank has its own manifest
 
     def index_bytes(self, path: Path, manifest: Manifest) -> bytes:
-        return self._index
+        return self.index
 
     def reader(self, path: Path, manifest: Manifest, index: bytes | None) -> Reader:
         """Uses this rank's index, because rank 0's lacks the tensors of other pipeline stages."""
-        return _NullReader(path, Index(path, manifest, self._index))
+        return _NullReader(path, Index(path, manifest, self.index))
 
     def writer(self, path: Path, info: CheckpointInfo, *_: Any, **__: Any) -> "_NullWriter":
         return _NullWriter(self, info)
@@ -202,25 +196,26 @@ class _NullWriter:
 
     def plan(self, planner: DefaultSavePlanner, rank: int, world: int, pp_degree: int) -> LocalPlan:
         plan: LocalPlan = aside(local_plan)(planner, rank, world, pp_degree)
-        tensors = planner.state_dict
-        index = render_index(
+        self.storage.index = render_index(
             {
                 key: IndexedTensor(
                     dtype=dtype_name(value.dtype), size=tuple(value.shape), layout=plan.layouts[key]
                 )
-                for key, value in tensors.items()
+                for key, value in planner.state_dict.items()
             }
         )
         manifest = {
             **dict(self.info),
             "format": FORMAT,
             "saved": "",
-            **measure({key: (value.shape, value.dtype) for key, value in tensors.items()}),
+            "parameters": 0,
+            "tensor_bytes": {},
             "files": {".metadata": FileEntry(bytes=0, crc32=0)},
             "save": f"{0:016x}",
             "written": RankTotals(ranks=world, files=world, bytes=0),
         }
-        self.storage.keep(validate(Manifest, manifest), index)
+        self.storage.manifest = render(validate(Manifest, manifest))
+        self.storage.saved_steps = [self.info.step]
         return plan
 
     def write(self, *_: Any) -> tuple[int, int]:
