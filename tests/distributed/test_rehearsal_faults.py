@@ -56,6 +56,12 @@ WHAT = {
         r"2 collectives after it, which ranks 1-3 did not enter; their last one there is #1 "
         r"barrier, at {}",
     ),
+    "rank_0_after_objects": (
+        4,
+        "collectives",
+        0,
+        r"^rank 0 entered barrier #2 of .* at {}, which ranks 1-3 did not enter",
+    ),
     "returns_early": (
         4,
         "collectives",

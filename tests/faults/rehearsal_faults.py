@@ -60,6 +60,13 @@ def rank_0_saves_alone():
         sums(3)
 
 
+def rank_0_after_objects():
+    """A fault after objects whose sizes depend on the data, which no rank waits for."""
+    dist.all_gather_object([None] * dist.get_world_size(), "x" * int(own_value()))
+    if dist.get_rank() == 0:
+        dist.barrier()
+
+
 def returns_early():
     """Before a validation of three sums, which a save of all ranks follows."""
     sums(2)

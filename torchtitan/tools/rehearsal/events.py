@@ -31,7 +31,8 @@ class Entry(Collective):
     """
 
     slot: int = 0
-    bytes: int = 0
+    bytes: int = field(default=0, compare=False)
+    """An object's may depend on the data."""
 
 
 class Message(NamedTuple):
