@@ -1,16 +1,13 @@
 """Every layout of a number of ranks, and the configuration that a search starts from."""
 
-import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
 
 from torchtitan.config.derive import DEGREE_KEYS, compiles_blocks, divisors
-from torchtitan.config.rules import Facts, problems
 from torchtitan.config.sections.parallelism import Parallelism
 from torchtitan.config.sections.schema import Config
 from torchtitan.models import ModelSpec
-from torchtitan.utils.torch_compat import torch_is_before_2_13
 
 PIPELINE_KEYS = (
     "pipeline_parallel_schedule",
@@ -53,14 +50,11 @@ def any_layout(config: Config, world: int) -> Config:
 
 
 def layouts(config: Config, spec: ModelSpec, args: Any, world: int) -> Iterator[Config]:
-    """Every split of `world` ranks into degrees, first those without a pipeline."""
+    """Every split of `world` ranks into degrees, legal or not: first those without a pipeline, with
+    few ranks for tensor and context parallelism.
+    """
     tp_multiple = math.gcd(*spec.tensor_parallel_sizes(args).values())
-    facts = Facts(
-        context_parallel_sizes=spec.context_parallel_sizes(args),
-        expert_sizes=spec.expert_sizes(args),
-        old_torch=torch_is_before_2_13(),
-    )
-    experts = next(iter(facts.expert_sizes.values()), 0)
+    experts = next(iter(spec.expert_sizes(args).values()), 1)
     async_tp = compiles_blocks(config) and config.compile.backend == "inductor"
     for pp in divisors(world, 1 if spec.tied_modules(args) else None):
         for tp in divisors(math.gcd(world // pp, tp_multiple)):
@@ -76,38 +70,32 @@ def layouts(config: Config, spec: ModelSpec, args: Any, world: int) -> Iterator[
                         "tensor_parallel_degree": tp,
                         "enable_async_tensor_parallel": tp > 1 and async_tp,
                     }
-                    for ep in divisors(math.gcd(experts, shards * cp * tp)) if experts else [1]:
+                    for ep in divisors(math.gcd(experts, shards * cp * tp)):
                         degrees["expert_parallel_degree"] = ep
                         p = config.parallelism.model_copy(update=degrees)
-                        layout = config.model_copy(update={"parallelism": p})
-                        if not problems(layout, facts):
-                            yield layout
+                        yield config.model_copy(update={"parallelism": p})
 
 
-def orders(parallelism: Parallelism, layers: int) -> Iterator[dict[str, Any]]:
+def orders(ranks: int, layers: int) -> list[dict[str, Any]]:
     """Schedules of a pipeline and numbers of layers per stage, as keys of `[parallelism]`; without
-    a pipeline, the only one that sets none.
+    a pipeline, one that sets none.
 
     Stages are balanced by FLOPs, one or two per rank as the schedule needs, or interleaved deeper
-    with the same number of layers each: the embedding and the output count as one layer or none,
-    whichever divides most evenly.
+    with the same number of layers each, where embedding and output both count as a layer or as
+    none.
     """
-    pp = parallelism.pipeline_parallel_degree
-    if pp == 1:
-        yield {}
-        return
-    for schedule in SCHEDULES:
-        yield {"pipeline_parallel_schedule": schedule}
-    for size in range(1, (layers + 2) // (3 * pp) + 1):
-        splits: dict[int, tuple[int, ...]] = {}
-        for ends in itertools.product((0, 1), repeat=2):
-            stages = math.ceil((layers + sum(ends)) / size)
-            if stages % pp == 0 and stages >= 3 * pp and sum(ends) > sum(splits.get(stages, (-1,))):
-                splits[stages] = ends  # the more layers, the more even
-        for first, last in splits.values():
-            yield {
-                "pipeline_parallel_schedule": "Interleaved1F1B",
-                "pipeline_parallel_layers_per_stage": size,
-                "pipeline_parallel_first_stage_less_layers": first,
-                "pipeline_parallel_last_stage_less_layers": last,
-            }
+    if ranks == 1:
+        return [{}]
+    schedules: list[dict[str, Any]] = [{"pipeline_parallel_schedule": name} for name in SCHEDULES]
+    for size in range(1, (layers + 2) // (3 * ranks) + 1):
+        for ends in (1, 0):
+            stages = math.ceil((layers + 2 * ends) / size)
+            if stages % ranks == 0 and stages >= 3 * ranks:
+                deep = {
+                    "pipeline_parallel_schedule": "Interleaved1F1B",
+                    "pipeline_parallel_layers_per_stage": size,
+                    "pipeline_parallel_first_stage_less_layers": ends,
+                    "pipeline_parallel_last_stage_less_layers": ends,
+                }
+                schedules.append(deep)
+    return schedules

@@ -148,7 +148,7 @@ def find_layouts(
         if show_configured:
             baseline = _plan_of(loaded, world, hardware)
     except ConfigError as error:
-        notes.append(f"the file's own layout is refused on {world} ranks: {error.problems[0]}")
+        notes.append(f"the configured layout is refused on {world} ranks: {error.problems[0]}")
     result = search(
         start.config,
         setup.spec,

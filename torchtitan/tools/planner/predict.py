@@ -93,9 +93,8 @@ class Plan:
 
     @property
     def chance_to_fit(self) -> float:
-        """Probability that the run fits in memory, by a normal distribution of the peak's error."""
-        deviation = self.memory_band / NormalDist().inv_cdf(0.95)
-        return NormalDist(self.peak_gib, deviation * self.peak_gib).cdf(self.hardware.usable_gib)
+        """Probability that the run fits in memory."""
+        return chance_to_fit(self.peak_gib, self.workload, self.hardware)
 
     @property
     def fits(self) -> bool:
@@ -141,6 +140,12 @@ class Plan:
 
 def _range(figure: float, band: float) -> tuple[float, float]:
     return figure * (1 - band), figure * (1 + band)
+
+
+def chance_to_fit(gib: float, w: Workload, hardware: Hardware) -> float:
+    """Probability that a planned peak fits, by a normal distribution of its error."""
+    deviation = memory_band(w) / NormalDist().inv_cdf(0.95)
+    return NormalDist(gib, deviation * gib).cdf(hardware.usable_gib)
 
 
 def derived_workload(

@@ -4,11 +4,10 @@ Speeds are compared by the low ends of their bands, so a layout with a wider ban
 """
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from torchtitan.config.derive import layout_degrees, layout_name
+from torchtitan.config.derive import layout_degrees
 from torchtitan.config.sections.schema import Config
 from torchtitan.tools.planner.predict import Plan
 from torchtitan.tools.planner.workload import Workload
@@ -25,7 +24,6 @@ _OTHER_KIND_SPEED = 0.9
 """Relative speed from which such a layout is shown."""
 WORTHWHILE = 0.6
 """Relative speed below which a layout isn't shown, however little memory it needs."""
-FILE_LAYOUT = "this file's own layout"
 
 
 @dataclass(frozen=True)
@@ -44,17 +42,22 @@ class Candidate:
 
     speed: float
     """Tokens/s per GPU."""
-    low: float
-    """The low end of the speed's band."""
+    band: float
+    """Relative error of the speed."""
     gib: float
-    complexity: int
+    axes: tuple[str, ...]
+    """Axes with more than one rank."""
     workload: Workload
 
     @property
-    def kind(self) -> tuple[str, ...]:
-        """Mesh axes with more than one rank."""
-        degrees = layout_degrees(self.workload.config.parallelism)
-        return tuple(axis for axis, degree in degrees.items() if degree > 1)
+    def low(self) -> float:
+        """The low end of the speed's band."""
+        return self.speed * (1 - self.band)
+
+    @property
+    def complexity(self) -> int:
+        """Axes with more than one rank, a pipeline twice."""
+        return len(self.axes) + ("pp" in self.axes)
 
     def saves(self, gib: float) -> bool:
         """Whether this candidate needs so much less memory that it is worth showing."""
@@ -67,106 +70,99 @@ class Candidate:
         )
 
 
-def complexity_of(config: Config) -> int:
-    """Axes with more than one rank, a pipeline twice."""
+def axes_of(config: Config) -> tuple[str, ...]:
+    """Axes with more than one rank."""
     degrees = layout_degrees(config.parallelism)
-    return sum(degree > 1 for degree in degrees.values()) + (degrees["pp"] > 1)
+    return tuple(axis for axis, degree in degrees.items() if degree > 1)
 
 
 @dataclass
 class Frontier:
-    """The candidates that no other beats, and the fastest of each kind."""
+    """The candidates that no other beats, and the fastest with the same axes."""
 
-    only_best: bool = False
-    """Keep those that can be proposed first only."""
+    worthwhile: float = WORTHWHILE
+    """Relative speed below which a candidate isn't kept."""
     all: list[Candidate] = field(default_factory=list)
-    kinds: dict[tuple[str, ...], Candidate] = field(default_factory=dict)
-    speed: float = 0.0
-    """Speed of the fastest candidate."""
+    leaders: dict[tuple[str, ...], Candidate] = field(default_factory=dict)
+    """The fastest by their axes."""
     low: float = 0.0
     """The highest low end of a band."""
 
     def wants(self, candidate: Candidate) -> bool:
         """Whether a candidate, or any that it beats, may be worth showing."""
-        if (
-            self._leads(candidate)
-            and not self.only_best
-            and candidate.speed >= _OTHER_KIND_SPEED * self.speed
-        ):
-            return True
-        worthwhile = candidate.low >= (ALIKE if self.only_best else WORTHWHILE) * self.low
-        return worthwhile and not any(other.beats(candidate) for other in self.all)
+        if self.is_slow(candidate):
+            return False
+        return self._leads(candidate) or not any(other.beats(candidate) for other in self.all)
+
+    def is_slow(self, candidate: Candidate) -> bool:
+        """Whether a candidate is too slow to be worth showing, however little memory it needs."""
+        return candidate.low < self.worthwhile * self.low
 
     def add(self, candidate: Candidate) -> None:
-        """Keep a candidate that is wanted."""
-        self.speed = max(self.speed, candidate.speed)
+        """Keep a candidate if it is wanted."""
+        if not self.wants(candidate):
+            return
         self.low = max(self.low, candidate.low)
         if self._leads(candidate):
-            self.kinds[candidate.kind] = candidate
+            self.leaders[candidate.axes] = candidate
         if not any(other.beats(candidate) for other in self.all):
             self.all = [other for other in self.all if not candidate.beats(other)] + [candidate]
 
     def _leads(self, candidate: Candidate) -> bool:
-        """Whether a candidate is the fastest of its kind."""
-        fastest = self.kinds.get(candidate.kind)
-        return fastest is None or candidate.speed > fastest.speed
+        leader = self.leaders.get(candidate.axes)
+        return leader is None or candidate.speed > leader.speed
 
 
 def propose(frontier: Frontier) -> list[tuple[Candidate, str]]:
-    """Candidates to show, each with a reason; first the simplest of the fastest."""
+    """Candidates to show, each with a reason. First the smallest of the fastest, or a simpler one
+    that is about as small; then ones that are smaller or simpler than all faster ones.
+    """
     picks: list[tuple[Candidate, str]] = []
-    candidates = sorted(
-        (c for c in frontier.all if c.low >= WORTHWHILE * frontier.low), key=lambda c: -c.low
-    )
-    fastest = candidates[:1]
+    candidates = [c for c in frontier.all if not frontier.is_slow(c)]
     while candidates and len(picks) < _MAX_PROPOSALS:
-        as_fast = [c for c in candidates if c.low >= candidates[0].low * ALIKE]
-        pick = min(as_fast, key=lambda c: (c.complexity, -c.low, c.gib))
-        picks.append((pick, _why(pick, [c for c, _ in picks], fastest[0])))
-        candidates = [c for c in candidates if c.saves(pick.gib) or c.complexity < pick.complexity]
-    picks[1:] = sorted(picks[1:], key=lambda entry: -entry[0].low)
-    kinds = {c.kind for c, _ in picks}
-    others = sorted(
-        (c for kind, c in frontier.kinds.items() if kind not in kinds), key=lambda c: -c.speed
-    )
-    for other in [c for c in others if c.speed >= _OTHER_KIND_SPEED * frontier.speed][
-        :_MAX_OTHER_KINDS
-    ]:
-        picks.append((other, f"the fastest with {' x '.join(other.kind) or 'one rank'}"))
+        fastest = max(candidates, key=lambda c: c.low)
+        as_fast = [c for c in candidates if c.low >= ALIKE * fastest.low]
+        smallest = min(as_fast, key=lambda c: c.gib)
+        as_small = [c for c in as_fast if not smallest.saves(c.gib)]
+        pick = min(as_small, key=lambda c: (c.complexity, -c.low))
+        picks.append((pick, _why(pick, picks[0][0]) if picks else _why_first(pick, fastest)))
+        gib = min(c.gib for c, _ in picks)
+        complexity = min(c.complexity for c, _ in picks)
+        candidates = [c for c in candidates if c.saves(gib) or c.complexity < complexity]
+    axes = {c.axes for c, _ in picks}
+    others = sorted(frontier.leaders.values(), key=lambda c: -c.speed)
+    others = [c for c in others if c.speed >= _OTHER_KIND_SPEED * others[0].speed]
+    for other in [c for c in others if c.axes not in axes][:_MAX_OTHER_KINDS]:
+        picks.append((other, f"the fastest with {' x '.join(other.axes) or 'one rank'}"))
     return picks
 
 
-def _why(pick: Candidate, earlier: Sequence[Candidate], fastest: Candidate) -> str:
-    if not earlier:
-        if pick is fastest:
-            return "the fastest"
-        return (
-            f"the simplest within {1 - ALIKE:.0%} of the fastest (at least "
-            f"{show_rate(fastest.low)} tokens/s)"
-        )
-    first = earlier[0]
-    slowdown = 1 - pick.low / first.low
-    price = f"for {slowdown:.0%} of the speed" if slowdown >= 0.01 else "at the same speed"
-    less = f"{first.gib - pick.gib:.0f} GiB less"
-    smaller = pick.saves(min(c.gib for c in earlier))
-    simpler = pick.complexity < min(c.complexity for c in earlier)
-    if smaller or simpler:
-        return f"{' and '.join([less] * smaller + ['simpler'] * simpler)} {price}"
-    rival = [c for c in earlier if not pick.saves(c.gib)][-1]
+def _why_first(pick: Candidate, fastest: Candidate) -> str:
+    if pick is fastest:
+        return "the fastest"
+    merit = "smallest" if pick.saves(fastest.gib) else "simplest"
     return (
-        f"{less} {price}, and simpler than "
-        f"{layout_name(layout_degrees(rival.workload.config.parallelism))}"
+        f"the {merit} within {1 - ALIKE:.0%} of the fastest (at least "
+        f"{show_rate(fastest.low)} tokens/s)"
     )
 
 
+def _why(pick: Candidate, first: Candidate) -> str:
+    merits = [f"{first.gib - pick.gib:.0f} GiB less"] * pick.saves(first.gib)
+    merits += ["simpler"] * (pick.complexity < first.complexity)
+    slowdown = 1 - pick.low / first.low
+    price = f"for {slowdown:.0%} of the speed" if slowdown >= 0.01 else "at the same speed"
+    return f"{' and '.join(merits)} {price}"
+
+
 def with_baseline(proposals: list[Proposal], baseline: Plan) -> list[Proposal]:
-    """The proposals with the configuration's own layout among them: marked, or as the last."""
+    """The proposals with the configuration's layout among them: marked, or as the last."""
+    why = "as configured"
     for i, proposal in enumerate(proposals):
         if _is_same(proposal.plan, baseline):
-            why = f"{proposal.why}; {FILE_LAYOUT}"
-            own_layout = dataclasses.replace(proposal, why=why, baseline=True)
-            return [*proposals[:i], own_layout, *proposals[i + 1 :]]
-    return [*proposals, Proposal(baseline, FILE_LAYOUT, baseline=True)]
+            marked = dataclasses.replace(proposal, why=f"{proposal.why}; {why}", baseline=True)
+            return [*proposals[:i], marked, *proposals[i + 1 :]]
+    return [*proposals, Proposal(baseline, why, baseline=True)]
 
 
 def _is_same(plan: Plan, other: Plan) -> bool:

@@ -1,18 +1,19 @@
 """The layouts of a model that are worth a choice: fast ones, small ones and simple ones.
 
-Every legal layout of the ranks is compared by the closed forms: all degrees, microbatch sizes,
-schedules and their depths, and checkpointing modes. The model, the row length, the global batch,
-types, offloads, compilation and Float8 stay as configured.
+All degrees, microbatch sizes, schedules and their depths, and checkpointing modes are compared by
+the closed forms. The model, the row length, the global batch, types, offloads, compilation and
+Float8 stay as configured.
 """
 
 import math
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from torchtitan.config.derive import data_parallel_degree, divisors
-from torchtitan.config.rules import validate
+from torchtitan.config.rules import problems, with_ranks
 from torchtitan.config.sections.parallelism import ActivationCheckpoint
 from torchtitan.config.sections.schema import Config
 from torchtitan.models import ModelSpec
@@ -20,17 +21,20 @@ from torchtitan.parallel.pipeline.split import PipelinePlan, pipeline_stages
 from torchtitan.tools.planner.costs import passes, step_time
 from torchtitan.tools.planner.hardware import Hardware
 from torchtitan.tools.planner.layouts import PIPELINE_KEYS, layouts, orders
-from torchtitan.tools.planner.memory import GIB, Memory, memory_of, state_bytes
-from torchtitan.tools.planner.predict import Plan, predict, speed_band
+from torchtitan.tools.planner.memory import GIB, memory_of
+from torchtitan.tools.planner.predict import Plan, chance_to_fit, predict, speed_band
 from torchtitan.tools.planner.proposals import (
+    ALIKE,
+    WORTHWHILE,
     Candidate,
     Frontier,
     Proposal,
-    complexity_of,
+    axes_of,
     propose,
     with_baseline,
 )
 from torchtitan.tools.planner.workload import Workload
+from torchtitan.train.preflight import split_facts
 from torchtitan.utils.errors import ConfigError
 
 LIKELY = 0.9
@@ -42,7 +46,7 @@ _MODES: tuple[dict[str, Any], ...] = (
     {"mode": "selective", "selective_ac_option": "op"},
     {"mode": "none"},
 )
-"""Values of `activation_checkpoint` to try; the first keeps the least."""
+"""Values of `activation_checkpoint` to try."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +54,10 @@ class SearchResult:
     """The result of a search."""
 
     best: list[Proposal]
-    """The first is the simplest of those that are about as fast as the fastest."""
+    """The first is the smallest of those that are about as fast as the fastest."""
     points: list[tuple[float, float]]
-    """(GiB, tokens/s per GPU) of plans that fit; those that a chart couldn't resolve are one
-    point.
+    """(GiB, tokens/s per GPU) of plans that fit, rounded: those that a chart couldn't resolve are
+    one point.
     """
     seen: int
     """Configurations that were compared."""
@@ -73,7 +77,7 @@ def search(
     baseline: Plan | None = None,
     only_best: bool = False,
 ) -> SearchResult:
-    """Price every legal layout of `world` ranks.
+    """Compare the layouts of `world` ranks.
 
     Args:
         config: derived. Its degrees, batch split, schedule and checkpointing mode don't matter.
@@ -81,19 +85,20 @@ def search(
         only_best: propose nothing but the first, which is several times as fast.
     """
     state = _Search(config, spec, args, world, hardware=hardware)
-    state.frontier.only_best = only_best
-    state.run()
-    best = []
-    for candidate, why in propose(state.frontier)[: 1 if only_best else None]:
-        validate(candidate.workload.config, world)
-        best.append(Proposal(predict(candidate.workload, spec, hardware), why))
+    state.frontier.worthwhile = ALIKE if only_best else WORTHWHILE
+    for layout in layouts(config, spec, args, world):
+        state.price_layout(layout)
+    best = [
+        Proposal(predict(candidate.workload, spec, hardware), why)
+        for candidate, why in propose(state.frontier)[: 1 if only_best else None]
+    ]
     if best and baseline is not None:
         best = with_baseline(best, baseline)
     return SearchResult(
         best,
-        sorted(state.points.values()),
+        sorted(state.points),
         state.seen,
-        smallest_gib=state.smallest / GIB,
+        smallest_gib=state.smallest,
         refused=[reason for reason, _ in state.refused.most_common(_REASONS)],
     )
 
@@ -101,188 +106,123 @@ def search(
 class _Search:
     """One search.
 
-    Layouts are priced from the one with the fastest blocks on, and only as far as needed to decide
-    whether a configuration is worth showing: by a bound on its speed, by its memory, by its step.
-    Its legality is checked last.
+    A configuration is priced only as far as needed to decide whether it is worth showing: by
+    bounds of its layout, by its memory, by its step. Its legality is checked last.
     """
 
     def __init__(self, config: Config, spec: ModelSpec, args: Any, world: int, hardware: Hardware):
-        self.config = config
-        self.spec = spec
         self.args = args
         self.world = world
         self.hardware = hardware
         self.frontier = Frontier()
-        self.points: dict[tuple[int, int], tuple[float, float]] = {}
-        """By GiB and percent of speed."""
+        self.points: set[tuple[float, float]] = set()
         self.refused: Counter[str] = Counter()
         self.seen = 0
         self.smallest = math.inf
         self._modes = [config.activation_checkpoint.model_copy(update=mode) for mode in _MODES]
+        self._facts = split_facts(spec, args)
         self._flops = spec.module_flops(args, config.training.seq_len)
         self._tied = spec.tied_modules(args)
         self._layers = sum(name.startswith("layers.") for name in self._flops)
         self._block_donors: dict[Hashable, Workload] = {}
-        self._bounds: dict[Hashable, float] = {}
+        self._speeds: dict[Hashable, float] = {}
         self._pipelines: dict[Hashable, PipelinePlan | None] = {}
 
-    def run(self) -> None:
-        legal_layouts = layouts(self.config, self.spec, self.args, self.world)
-        for layout in sorted(legal_layouts, key=self._fastest, reverse=True):
-            microbatches = self._microbatches(layout)
-            for order in orders(layout.parallelism, self._layers):
-                self._price_schedule(layout, order, microbatches)
-
-    def _rows(self, layout: Config) -> int:
-        """Rows of a data-parallel rank in a step; 0 if the batch can't be divided."""
+    def price_layout(self, layout: Config) -> None:
+        """Price the microbatch sizes, modes and schedules of a layout that may be worth showing."""
         total = layout.training.global_batch_size
         rows, remainder = divmod(total, data_parallel_degree(layout))
-        if not remainder:
-            return rows
-        self.refused[
-            f"training.global_batch_size: {total} rows can't be divided among the "
-            f"data-parallel ranks of any legal layout of {self.world} ranks; set it to a "
-            f"multiple of {self.world}, or of a divisor of it (the degrees of the other axes "
-            f"make up the rest): {_near(total, self.world)}"
-        ] += 1
-        return 0
-
-    def _fastest(self, layout: Config) -> float:
-        """A bound on the speed of a layout, from its largest microbatch."""
-        size = self._rows(layout) // layout.parallelism.pipeline_parallel_degree
-        return self._bound(layout, size, self._modes[-1]) if size else 0.0
-
-    def _microbatches(self, layout: Config) -> dict[int, list[ActivationCheckpoint]]:
-        """Microbatch sizes of a layout, ascending, each with the modes of checkpointing that may be
-        worth showing: by the speed of their blocks, and the memory of the average rank's state.
-        """
-        rows = self._rows(layout)
+        if remainder:
+            self.refused[
+                f"training.global_batch_size: {total} rows can't be divided among the "
+                f"data-parallel ranks of any legal layout of {self.world} ranks; set it to a "
+                f"multiple of {self.world}, or of a divisor of it (the degrees of the other axes "
+                f"make up the rest): {_near(total, self.world)}"
+            ] += 1
+            return
         pp = layout.parallelism.pipeline_parallel_degree
-        if not rows:
-            return {}
-        leanest = self._workload(layout, None)
-        on_device = not layout.training.enable_cpu_offload
-        state = on_device * sum(state_bytes(leanest, leanest.stages).values()) / pp / GIB
-        if self.frontier.all and state > self.hardware.usable_gib:
-            return {}
-        low_end = 1 - speed_band(leanest, self.hardware)
-        complexity = complexity_of(layout)
-        microbatches: dict[int, list[ActivationCheckpoint]] = {}
-        for size in divisors(rows):
-            if rows // size < pp > 1:  # too few microbatches
-                break
-            microbatches[size] = []
-            for mode in self._modes:
-                bound = self._bound(layout, size, mode)
-                best_case = Candidate(bound, bound * low_end, state, complexity, workload=leanest)
+        sizes = divisors(rows, rows // pp)
+        schedules = orders(pp, self._layers)
+        self.seen += len(self._modes) * len(sizes) * len(schedules)
+        leanest = self._leanest(layout, rows, sizes, schedules[0])
+        if leanest is None or leanest.gib > self.hardware.usable_gib:
+            return
+        for mode in self._modes:
+            speeds: dict[int, float] = {}
+            for size in reversed(sizes):
+                speed = self._speed_of_blocks(layout, size, mode)
+                best_case = replace(leanest, speed=speed)
+                if self.frontier.is_slow(best_case):  # so are smaller microbatches
+                    break
                 if self.frontier.wants(best_case):
-                    microbatches[size].append(mode)
-        return microbatches
+                    speeds[size] = speed
+            for schedule in schedules:
+                for size in sorted(speeds):
+                    config = _sized(layout, rows, size, mode, schedule)
+                    fits = self._price(config, speeds[size])
+                    if pp > 1 and not fits:  # nor do larger microbatches
+                        break
 
-    def _bound(self, layout: Config, size: int, mode: ActivationCheckpoint) -> float:
-        """Tokens/s per GPU of a layout that only computes its blocks."""
+    def _leanest(
+        self, layout: Config, rows: int, sizes: Sequence[int], schedule: Mapping[str, Any]
+    ) -> Candidate | None:
+        """The configuration of a layout that needs the least memory; None if none is legal."""
+        if layout.parallelism.pipeline_parallel_degree == 1:
+            sizes = [sizes[0], sizes[-1]]  # gradients of several batches may need more than one
+        configs = [_sized(layout, rows, n, self._modes[0], schedule) for n in sizes[:2]]
+        candidates = filter(None, map(self._candidate, configs))
+        leanest = min(candidates, key=lambda c: c.gib, default=None)
+        if leanest and leanest.gib < self.smallest and self._is_legal(leanest.workload.config):
+            self.smallest = leanest.gib
+        return leanest
+
+    def _speed_of_blocks(self, layout: Config, size: int, mode: ActivationCheckpoint) -> float:
+        """Tokens/s per GPU of a layout that only computes its blocks: a bound on its speed."""
         p = layout.parallelism
         key = (
             *(p.tensor_parallel_degree, p.context_parallel_degree, p.expert_parallel_degree),
-            *(size, mode.mode, mode.selective_ac_option, mode.memory_budget),
+            *(size, mode.mode),
         )
-        if key not in self._bounds:
-            w = self._workload(self._sized(layout, size, {}, mode), None)
+        if key not in self._speeds:
+            w = self._workload(_sized(layout, size, size, mode))
             seconds = passes(w, self.hardware).seconds(w)
-            self._bounds[key] = w.tokens_per_step / seconds / self.world
-        return self._bounds[key]
+            self._speeds[key] = w.tokens_per_step / seconds / self.world
+        return self._speeds[key]
 
-    def _price_schedule(
-        self,
-        layout: Config,
-        order: Mapping[str, Any],
-        microbatches: Mapping[int, Sequence[ActivationCheckpoint]],
-    ) -> None:
-        """Price a layout with a schedule and depth.
+    def _price(self, config: Config, bound: float) -> bool:
+        """Price a configuration, and keep it if it is worth showing; False if it doesn't fit.
 
         Args:
-            microbatches: from `_microbatches`.
+            bound: on its speed.
         """
-        pipelined = layout.parallelism.pipeline_parallel_degree > 1
-        leanest = self._modes[0]
-        too_large: list[ActivationCheckpoint] = []
-        for size, modes in microbatches.items():
-            self.seen += len(self._modes)
-            for mode in modes:
-                if mode in too_large:
-                    continue
-                if self._price(self._sized(layout, size, order, mode)):
-                    continue
-                if pipelined:  # nor do larger microbatches fit
-                    too_large.append(mode)
-                if mode is leanest:  # nor do modes that keep more
-                    too_large += modes if pipelined else ()
-                    break
-
-    def _sized(
-        self, layout: Config, size: int, order: Mapping[str, Any], mode: ActivationCheckpoint
-    ) -> Config:
-        """A layout with a microbatch size, a schedule and a mode. A pipeline runs all rows of a
-        rank as one batch.
-        """
-        p = layout.parallelism
-        local = size
-        if order:
-            p = p.model_copy(update={**order, "pipeline_parallel_microbatch_size": size})
-            local = self._rows(layout)
-        t = layout.training.model_copy(update={"local_batch_size": local})
-        sections = {"parallelism": p, "training": t, "activation_checkpoint": mode}
-        return layout.model_copy(update=sections)
-
-    def _price(self, config: Config) -> bool:
-        """Price a configuration, and keep it if it is likely to fit; False if it doesn't."""
-        pipeline = self._pipeline(config)
-        if pipeline is None and config.parallelism.pipeline_parallel_degree > 1:
+        candidate = self._candidate(config, bound)
+        if candidate is None:
             return False
-        w = self._workload(config, pipeline)
-        memory = self._memory(w)
-        if memory is None:
+        w = candidate.workload
+        if chance_to_fit(candidate.gib, w, self.hardware) < LIKELY:
             return False
-        low_end = 1 - speed_band(w, self.hardware)
-        size = pipeline.microbatch_size if pipeline else config.training.local_batch_size
-        bound = self._bound(config, size, config.activation_checkpoint)
-        gib = max(rank_memory.reserved for rank_memory in memory) / GIB
-        complexity = complexity_of(config)
-        if not self.frontier.wants(Candidate(bound, bound * low_end, gib, complexity, workload=w)):
-            return True
-        time = step_time(w, self.hardware)
-        plan = Plan(w, self.spec, self.hardware, time, memory=memory)
-        speed = time.tokens_per_second
-        low = speed * (1 - plan.speed_band)
-        candidate = Candidate(speed, low, gib, complexity, workload=w)
-        proposable = plan.chance_to_fit >= LIKELY and self.frontier.wants(candidate)
-        cell = round(gib), round(100 * math.log(speed))
-        adds_point = proposable or (cell not in self.points and not self.frontier.only_best)
-        if adds_point and self._is_legal(config):
-            self.points.setdefault(cell, (round(gib, 1), float(f"{speed:.3g}")))
-            if proposable:
-                self.frontier.add(candidate)
+        if self.frontier.wants(candidate) and self._is_legal(config):
+            time = step_time(w, self.hardware)
+            speed = time.tokens_per_second
+            self.points.add((round(candidate.gib), float(f"{speed:.2g}")))
+            band = speed_band(w, self.hardware, time)
+            self.frontier.add(replace(candidate, speed=speed, band=band))
         return True
 
-    def _memory(self, w: Workload) -> tuple[Memory, ...] | None:
-        """Memory of the pipeline ranks that differ; None as soon as one doesn't fit."""
-        memories = []
-        limit = self.hardware.usable_gib * GIB
-        for rank in w.unlike_ranks:
-            memories.append(memory_of(w, rank))
-            if memories[-1].reserved > limit:
-                break
-        most = max(memory.reserved for memory in memories)
-        if most < self.smallest and self._is_legal(w.config):
-            self.smallest = most
-        return tuple(memories) if most <= limit else None
+    def _candidate(self, config: Config, speed: float = 0.0) -> Candidate | None:
+        """A configuration with its memory; None if the model can't be split into its stages."""
+        pipeline = self._pipeline(config)
+        if pipeline is None and config.parallelism.pipeline_parallel_degree > 1:
+            return None
+        w = self._workload(config, pipeline)
+        gib = max(memory_of(w, rank).reserved for rank in w.unlike_ranks) / GIB
+        return Candidate(speed, speed_band(w, self.hardware), gib, axes_of(config), workload=w)
 
-    def _workload(self, config: Config, pipeline: PipelinePlan | None) -> Workload:
+    def _workload(self, config: Config, pipeline: PipelinePlan | None = None) -> Workload:
         p = config.parallelism
-        ac = config.activation_checkpoint
         key = (
             *(p.tensor_parallel_degree, p.expert_parallel_degree),
-            *(ac.mode, ac.selective_ac_option, ac.memory_budget),
+            config.activation_checkpoint.mode,
         )
         w = Workload(config, self.args, pipeline, like=self._block_donors.get(key))
         self._block_donors.setdefault(key, w)
@@ -304,13 +244,29 @@ class _Search:
         return self._pipelines[key]
 
     def _is_legal(self, config: Config) -> bool:
-        try:
-            validate(config, self.world)
-            pipeline_stages(config, self._flops, self._tied)
-        except ConfigError as error:
-            self.refused[error.problems[0]] += 1
-            return False
-        return True
+        reasons = problems(config, with_ranks(self._facts, config, self.world))
+        self.refused.update(reasons[:1])
+        return not reasons
+
+
+def _sized(
+    layout: Config,
+    rows: int,
+    size: int,
+    mode: ActivationCheckpoint,
+    order: Mapping[str, Any] = MappingProxyType({}),
+) -> Config:
+    """A layout with a microbatch size, a mode and a schedule.
+
+    Args:
+        rows: of a rank in a step. A pipeline runs all of them as one batch.
+    """
+    p = layout.parallelism
+    if order:
+        p = p.model_copy(update={**order, "pipeline_parallel_microbatch_size": size})
+    t = layout.training.model_copy(update={"local_batch_size": rows if order else size})
+    sections = {"parallelism": p, "training": t, "activation_checkpoint": mode}
+    return layout.model_copy(update=sections)
 
 
 def _near(rows: int, unit: int) -> str:
