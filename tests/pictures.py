@@ -74,8 +74,6 @@ def main() -> None:
         folder = workspace(Path(name))
         (example,) = (b for b in BLOCKS if b.page == "plan.md" and "--html" in b.text)
         run(example.lines[0], folder)
-        schedule = "--world 512 --hardware h100-sxm --schedule-svg"
-        run(f"torchtitan plan llama3_405b {schedule} {IMAGES}/plan-schedule.svg", folder)
         report = f"torchtitan report {week} --html {folder}/report.html"
         run(report, folder)
         overview = terminal(folder, "torchtitan report outputs/week --html week.html")

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
+from tests.pipeline_program import Program
 from torchtitan.parallel.pipeline.schedules import Action
-from torchtitan.tools.planner.pipeline_timeline import Program
 
 
 class Held(NamedTuple):

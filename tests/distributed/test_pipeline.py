@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from tests.pipeline_moments import holds
+from tests.pipeline_program import program
 from tests.runs import SAVE, SCHEDULE, arguments, assert_continues, losses, train, write_corpus
 from tests.zero_bubble import zb_h1
 from torchtitan.config import resolve
@@ -20,7 +21,6 @@ from torchtitan.config.pipeline_schedules import NAMED_SCHEDULES
 from torchtitan.models.attention.backend import attention_backend
 from torchtitan.parallel.init import materialize
 from torchtitan.parallel.pipeline.stage import Stage
-from torchtitan.tools.planner.pipeline_timeline import program
 from torchtitan.train.build import build
 from torchtitan.train.preflight import preflight
 from torchtitan.train.step import HostUpdate, forward_backward

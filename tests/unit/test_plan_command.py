@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.plans import FULL, H100, NONE, ONE_ROW, SPEC, TINY, workload
+from tests.plans import FULL, H100, NONE, ONE_ROW, SPEC, workload
 from torchtitan.commands.plan import main
 from torchtitan.config import resolve
 from torchtitan.parallel.precision.dense import check_hardware
@@ -302,8 +302,6 @@ def test_options_are_strict(capsys):
         with pytest.raises(SystemExit):
             main(argv)
         assert message in capsys.readouterr().err
-    with pytest.raises(UserError, match="no pipeline"):
-        main(["--world=1", HARDWARE, *TINY, "--schedule-svg=x.svg"])
 
 
 def test_comparison(tmp_path, capsys):

@@ -9,8 +9,6 @@ from tests.browser import CHROMIUM, browser
 from tests.plans import FULL, H100, ONE_ROW, SPEC, workload
 from torchtitan.commands.plan import main
 from torchtitan.tools.planner.advice import faster
-from torchtitan.tools.planner.costs import timeline
-from torchtitan.tools.planner.page import pictures
 from torchtitan.tools.planner.predict import predict
 from torchtitan.tools.planner.render import as_data
 from torchtitan.tools.web import web_page
@@ -65,8 +63,6 @@ def test_the_page_carries_the_json_beside_it(planned):
     carried = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
     assert json.loads(carried[1]) == data
     assert data["memory"]["peak_gib"] == max(r["reserved_gib"] for r in data["memory"]["ranks"])
-    # forward and backward, ranks, microbatches
-    assert data["schedule_svg"].count("<title>") == 2 * 4 * 8
     assert data["command"].startswith("torchtitan plan --model.flavor=8B --world=16")
     assert "pipeline_parallel_degree = 4" in data["toml"]
 
@@ -103,42 +99,27 @@ def test_ranges_are_the_bands_of_the_plan():
         ),
     ],
 )
-def test_the_bubble_is_the_blank_area_of_the_schedule(schedule):
-    """One number in the headline and among the parts of the time, near the schedule's."""
+def test_the_bubble_is_a_part_of_the_step(schedule):
+    """One number in the headline and among the parts of the time. A compiled backward runs twice
+    when split: that is work, and no bubble.
+    """
     flags = [
         "--training.local_batch_size=8",
         "--training.seq_len=8192",
         "--parallelism.pipeline_parallel_degree=4",
     ]
     plan = predict(workload("--model.flavor=8B", *flags, *schedule, world=16), SPEC, H100)
-    data = as_data(plan) | pictures(plan)
-    area = {True: 0.0, False: 0.0}
-    svg = data["schedule_svg"].split('<g class="legend">')[0]
-    for kind, width in re.findall(r'<rect (class="bubble")?.*?width="([0-9.]+)"', svg):
-        area[bool(kind)] += float(width)
-    blank = (
-        (1 - area[False] / area[True])
-        * timeline(plan.workload, plan.hardware).length
-        / plan.time.seconds
-    )
-    assert data["time"]["bubble"] == pytest.approx(blank, rel=0.15 if schedule else 0.03)
+    data = as_data(plan)
     parts = data["time"]["parts_s"]
     assert parts["pipeline bubble"] / data["time"]["step_s"] == pytest.approx(
         data["time"]["bubble"]
     )
     assert sum(parts.values()) == pytest.approx(data["time"]["step_s"])
-    assert f"bubble {data['time']['bubble']:.1%} of the step" in data["schedule_svg"]
-    # A compiled backward runs twice when split: that is work, and no bubble.
     assert ("repeated by a split backward" in parts) == bool(schedule)
     if schedule:
         assert "schedule Interleaved1F1B" in [
             change.text for change in faster(plan) if change.cause == "repeated by a split backward"
         ]
-
-
-def test_every_computation_of_the_warm_up_is_numbered(planned):
-    svg = planned["pipeline"][1]["schedule_svg"]
-    assert svg.count('text-anchor="middle"') == svg.count("<title>")
 
 
 # ---- in a browser
@@ -174,8 +155,8 @@ def test_a_browser_shows_the_figures(name, planned, tab):
         assert shown["bubble"] == f"{100 * time['bubble']:.1f} %"
     text = tab.evaluate("document.body.innerText")
     assert ("1 trillion tokens" in text) == (name == "search")
-    # headline, parts, schedule
-    assert text.count(f"{100 * time['bubble']:.1f} %") >= 3 or name == "search"
+    # headline, parts
+    assert text.count(f"{100 * time['bubble']:.1f} %") >= 2 or name == "search"
     last = data["world"] - 1
     assert (
         tab.evaluate(f"document.querySelectorAll('.mesh [data-tip^=\"rank {last}:\"]').length") == 1
@@ -189,22 +170,14 @@ def test_tooltips_answer_to_the_keyboard(planned, tab):
     tip = (
         "document.getElementById('tip').hidden ? null : document.getElementById('tip').textContent"
     )
-    seen = []
     for _ in range(40):
         tab.press("Tab")
-        if tab.evaluate(
-            "document.activeElement.closest('.schedule [data-explore]') !== null && "
-            "'tip' in document.activeElement.dataset"
-        ):
+        if tab.evaluate("document.activeElement.closest('.mesh') !== null"):
             break
+    seen = [tab.evaluate(tip)]
+    tab.press("ArrowRight")
     seen.append(tab.evaluate(tip))
-    for key in ("ArrowRight", "ArrowDown", "ArrowRight"):
-        tab.press(key)
-        seen.append(tab.evaluate(tip))
-    ranks = [
-        re.match(r"rank (\d), stage \d: forward of microbatch (\d)", text).groups() for text in seen
-    ]
-    assert ranks == [("0", "0"), ("0", "1"), ("1", "0"), ("1", "1")]
+    assert [text.partition(":")[0] for text in seen] == ["rank 0", "rank 1"]
     tab.press("Escape")
     assert tab.evaluate(tip) is None
 
@@ -241,7 +214,6 @@ def test_dots_and_rows_of_a_search_are_tied(planned, tab):
 @pytest.mark.e2e
 def test_what_does_not_fit_is_drawn_so(planned, tab):
     file, data = planned["search"]
-    assert data["too_large"]
     assert [point["fits"] for point in data["scaling"]].count(False) > 0
     tab.open(file.as_uri(), 500)
     charts = tab.evaluate(
@@ -249,7 +221,7 @@ def test_what_does_not_fit_is_drawn_so(planned, tab):
         "c.parentNode.querySelector('.key').textContent)"
     )
     assert len(charts) == 3  # the search, and speed and memory by the number of GPUs
-    assert all("does not fit" in legend for legend in charts)
+    assert all("does not fit" in legend for legend in charts[1:])
     tab.evaluate("document.querySelectorAll('.chart')[1].focus()")
     said = []
     for _ in data["scaling"]:

@@ -7,11 +7,11 @@ from statistics import fmean
 import pytest
 
 from tests.pipeline_moments import Held, held
+from tests.pipeline_program import Program, program, simulate
 from tests.zero_bubble import zb_h1
 from torchtitan.parallel.pipeline.schedules import Action
 from torchtitan.parallel.pipeline.split import PipelinePlan
 from torchtitan.tools.planner.pipeline_costs import batch_time, in_flight
-from torchtitan.tools.planner.pipeline_timeline import Program, program, simulate
 
 
 def stages(name, degree, per_rank=1, csv_file=None):

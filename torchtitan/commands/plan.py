@@ -8,7 +8,7 @@ import argparse
 import json
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torchtitan.config.load.command_line import flag_text
 from torchtitan.tools.planner import calibrate
 from torchtitan.tools.planner.cpu import find_or_measure
 from torchtitan.tools.planner.options import options_of, parse
-from torchtitan.tools.planner.page import page, pictures, schedule_svg
+from torchtitan.tools.planner.page import page, scaling
 from torchtitan.tools.planner.planner import find_layouts, make_plan, nothing_fits, planned_toml
 from torchtitan.tools.planner.predict import Plan
 from torchtitan.tools.planner.render import (
@@ -48,8 +48,6 @@ class Prediction:
     flags: list[str]
     """The configuration that it was made from."""
     sections: list[Section]
-    proposals: list[Plan] = field(default_factory=list)
-    """The best plans of a search."""
     hardware_file: str = ""
     """Hardware fitted to a run, in TOML."""
 
@@ -76,7 +74,7 @@ def main(argv: list[str]) -> int:
     else:
         before, after = ([text for *_, text in group] for group in (prediction.sections, cost))
         print("\n\n".join([*before, as_text(plan, options.tokens), *after]))
-        for option in ("write", "json", "html", "schedule_svg", "output"):
+        for option in ("write", "json", "html", "output"):
             if file := getattr(options, option):
                 print(f"wrote {file}")
     return 0 if plan.fits or options.from_run else 1
@@ -99,7 +97,6 @@ def _of_flags(options: argparse.Namespace, flags: list[str]) -> Prediction:
         flags = _flags_of_model(Path(options.config), flags[1:])
     hardware = find_or_measure(options.hardware)
     sections: list[Section] = []
-    proposals: list[Plan] = []
     world = options.world
     if world is None:
         sizes = compare_sizes(flags, hardware, tokens=options.tokens, days=options.days)
@@ -118,14 +115,13 @@ def _of_flags(options: argparse.Namespace, flags: list[str]) -> Prediction:
                 "training.enable_cpu_offload"
             )
         sections.append(("search", search_data(result), search_table(result)))
-        proposals = [proposal.plan for proposal in result.best]
-        plan = proposals[0]
+        plan = result.best[0].plan
     if options.compare:
         # the last file takes precedence
         other_flags = [*flags, f"--job.config_file={options.compare[-1]}"]
         other = make_plan(other_flags, world, hardware)
         sections.append(("compared", as_data(other, options.tokens), comparison(plan, other)))
-    return Prediction(plan, flags, sections, proposals)
+    return Prediction(plan, flags, sections)
 
 
 def _cost(options: argparse.Namespace, plan: Plan) -> Iterator[Section]:
@@ -148,16 +144,9 @@ def _files(
     if options.json and options.json != _TERMINAL:
         files[options.json] = _json(data)
     if options.html:
-        page_data = data | pictures(plan, prediction.proposals)
+        page_data = data | {"scaling": scaling(plan)}
         files[options.html] = page(page_data)
         files[str(Path(options.html).with_suffix(".json"))] = _json(page_data)
-    if options.schedule_svg:
-        if plan.workload.pipeline is None:
-            raise UserError(
-                "--schedule-svg: there is no pipeline; set parallelism.pipeline_parallel_degree, "
-                "or drop it"
-            )
-        files[options.schedule_svg] = schedule_svg(plan)
     return files
 
 

@@ -52,16 +52,22 @@ def schedule_file(config: Config) -> FileSchedule | None:
     if not path or p.pipeline_parallel_degree == 1:
         return None
     try:
-        text = text_of(read_regular(Path(path), PIPELINE_SCHEDULE_BYTES, links=True))
-        rows = list(csv.reader(text.splitlines()))
+        return _check(orders_of(path), p.pipeline_parallel_degree)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError([f"{_KEY}: can't read {path!r}: {reason}"]) from error
-    try:
-        orders = [_parse(row, rank) for rank, row in enumerate(rows)]
-        return _check(orders, p.pipeline_parallel_degree)
     except ScheduleError as error:
         raise ConfigError([f"{_KEY}: {path}{error}"]) from error
+
+
+def orders_of(path: str) -> list[list[Entry]]:
+    """The entries of each rank in a schedule's file.
+
+    Raises:
+        ScheduleError: one is not a computation.
+    """
+    text = text_of(read_regular(Path(path), PIPELINE_SCHEDULE_BYTES, links=True))
+    return [_parse(row, rank) for rank, row in enumerate(csv.reader(text.splitlines()))]
 
 
 class ScheduleError(ValueError):

@@ -19,7 +19,6 @@ from torchtitan.tools.planner.block_time import LAUNCHES, Pass, block_time, ends
 from torchtitan.tools.planner.comm_time import activation_offload, data_parallel, transfer
 from torchtitan.tools.planner.hardware import Hardware
 from torchtitan.tools.planner.pipeline_costs import batch_time
-from torchtitan.tools.planner.pipeline_timeline import Timeline, program, simulate
 from torchtitan.tools.planner.workload import Workload
 
 NORMS = 2
@@ -114,14 +113,6 @@ def step_time(w: Workload, hw: Hardware) -> StepTime:
 
 
 # ---- the pipeline
-
-
-def timeline(w: Workload, hw: Hardware) -> Timeline:
-    """One batch of a pipeline as the trainer runs it: the times of each rank's computations."""
-    assert w.pipeline is not None, "a timeline needs a pipeline"
-    timings = passes(w, hw)
-    durations = _durations(w, timings.blocks, timings.ends)
-    return simulate(program(w.pipeline, w.microbatches), durations, transfer(w, hw))
 
 
 def _durations(w: Workload, blocks: Sequence[Pass], ends: Pass) -> Callable[[int, str], float]:

@@ -86,7 +86,6 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write a page with charts, and its figures as JSON beside it",
     )
-    add("--schedule-svg", type=path_or_url, metavar="FILE", help="draw the pipeline's schedule")
     add(
         "--from-run",
         type=Path,

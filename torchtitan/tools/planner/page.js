@@ -15,7 +15,6 @@ memoryOfRanks();
 timeParts();
 costs();
 if (data.compared) compared();
-if (data.schedule_svg) schedule();
 if (data.search) search();
 if (sizes.length > 1) scaling();
 mesh();
@@ -116,48 +115,12 @@ function compared() {
     figures.map(([name, figure]) => [name, figure(data), figure(data.compared)]), {label: "This plan and the one compared with it"});
 }
 
-// The drawing is as wide as its numbers need, in a box that scrolls; above it, the whole in one look.
-function schedule() {
-  const made = section("The pipeline's schedule", `One batch, ${data.layout.pp} ranks. Blank is the bubble, ` +
-    `${percent(time.bubble, 1)} of the step; numbers are microbatches, paler blocks a rank's later stages.`);
-  const holder = element(made, "div");
-  holder.innerHTML = data.schedule_svg;
-  const svg = holder.firstElementChild, [, , width, height] = svg.getAttribute("viewBox").split(" ").map(Number);
-  const left = 56, rows = height - 26;  // beside the names of the ranks, above the legend
-  const names = [...svg.querySelectorAll(".rank")], keys = [...svg.querySelectorAll(".legend rect")];
-  legend(made, [...keys.map(key => [key.nextElementSibling.textContent, key.getAttribute("fill")]), ["bubble", "var(--back); outline: 1px solid var(--dim)"]]);
-  names.forEach(name => name.remove());
-  svg.querySelector(".legend").remove();
-  svg.setAttribute("viewBox", `${left} 0 ${width - left} ${rows}`);
-  svg.setAttribute("preserveAspectRatio", "none");
-  const overview = svg.cloneNode(true);
-  overview.querySelectorAll("text, title").forEach(text => text.remove());
-  for (const bar of svg.querySelectorAll("rect:not(.bubble)")) {
-    bar.setAttribute("data-tip", bar.textContent);
-    bar.firstElementChild.remove();
-  }
-  const room = made.clientWidth - 60;
-  if (width - left > room) {
-    overview.setAttribute("style", `width: 100%; height: ${Math.max(24, 8 * names.length)}px`);
-    overview.setAttribute("aria-hidden", "true");
-    element(made, "div", {class: "overview"}).append(overview);
-  }
-  const frame = element(made, "div", {class: "schedule"}), labels = element(frame, "div");
-  names.forEach(name => element(labels, "span", {style: `height: ${rows / names.length}px`}, name.textContent));
-  const box = element(frame, "div", {class: "scroll", role: "group", "aria-label": "Schedule of the pipeline", "data-explore": ""});
-  svg.setAttribute("style", `width: ${Math.max(room, width - left)}px; height: ${rows}px`);
-  box.append(svg);
-  holder.remove();
-}
-
 function search() {
   const {seen, points: all, best} = data.search, limit = memory.usable_gib;
   const made = section("The search", `${number(seen)} configurations. Diamonds are the rows of the table: ` +
-    "point at either to see the other. Crosses are proposals with less recomputation or twice the rows. Drag to zoom, double-click to see all.");
+    "point at either to see the other. Drag to zoom, double-click to see all.");
   const text = (gib, speed) => `${number(speed)} tokens/s per GPU, ${number(gib, 1)} GiB`;
-  const dots = all.map(([gib, speed]) => ({x: gib, y: speed, kind: gib > limit ? "large" : "fits", tip: text(gib, speed)}));
-  for (const p of data.too_large) dots.push({x: p.peak_gib, y: p.tokens_per_second_per_gpu, kind: "large",
-    tip: `${layoutOf(p.layout)}, ${plural(p.local_batch_size, "row")}, checkpointing ${p.activation_checkpointing}\n${text(p.peak_gib, p.tokens_per_second_per_gpu)}, does not fit`});
+  const dots = all.map(([gib, speed]) => ({x: gib, y: speed, kind: "fits", tip: text(gib, speed)}));
   const proposals = best.map((b, i) => ({x: b.peak_gib, y: b.tokens_per_second_per_gpu, kind: b.baseline ? "own" : "best", key: i,
     tip: `${layoutOf(b.layout)}\n${text(b.peak_gib, b.tokens_per_second_per_gpu)}`}));
   const highlight = key => rows.querySelectorAll("tr[data-key]").forEach(row => row.classList.toggle("on", row.dataset.key === String(key)));

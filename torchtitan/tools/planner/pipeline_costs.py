@@ -4,13 +4,14 @@ p ranks with v stages each run m microbatches. A schedule from a file is execute
 hold the formulas to the orders of computations that the trainer runs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from statistics import fmean
 
 from torchtitan.config.pipeline_schedules import SCHEDULES
+from torchtitan.parallel.pipeline.schedules import Entry, execute, orders_of
 from torchtitan.parallel.pipeline.split import PipelinePlan
-from torchtitan.tools.planner.pipeline_timeline import program, simulate
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def in_flight(pipeline: PipelinePlan, microbatches: int, rank: int) -> list[InFl
     transfers = sum(neighbours)
     postponed: dict[int, int] = {}
     if pipeline.csv_file:
-        return [_in_flight_of_file(pipeline, m, rank, transfers)]
+        return [_in_flight_of_file(pipeline, rank, transfers)]
     schedule = SCHEDULES[pipeline.schedule or "1F1B"]
     if schedule.torch_class == "ScheduleLoopedBFS":
         counts = [m] * v
@@ -71,14 +72,12 @@ def in_flight(pipeline: PipelinePlan, microbatches: int, rank: int) -> list[InFl
     return moments
 
 
-def _in_flight_of_file(
-    pipeline: PipelinePlan, microbatches: int, rank: int, transfers: int
-) -> InFlight:
+def _in_flight_of_file(pipeline: PipelinePlan, rank: int, transfers: int) -> InFlight:
     """The moment of a file's order with the most microbatches, then the most of them postponed."""
     unfinished = dict.fromkeys(pipeline.stages_of(rank), 0)
     postponed = dict.fromkeys(unfinished, 0)
     moments = []
-    for action in program(pipeline, microbatches).orders[rank]:
+    for (action,) in _orders(pipeline.csv_file)[rank]:
         unfinished[action.stage] += action.kind == "F"
         moments.append(
             (sum(unfinished.values()), sum(postponed.values()), dict(unfinished), dict(postponed))
@@ -121,8 +120,7 @@ def batch_time(
         transfer: seconds to send the result of a computation to another rank.
     """
     if pipeline.csv_file:
-        timeline = simulate(program(pipeline, microbatches), duration, transfer)
-        return BatchTime(timeline.length, timeline.busy)
+        return execution_time(_orders(pipeline.csv_file), duration, transfer)
     p = max(pipeline.ranks) + 1
     m = microbatches
     count = len(pipeline.ranks)
@@ -167,3 +165,35 @@ def _wait_of_split(
     if schedule == "ZBVZeroBubble":
         return duration(stage, "I")
     return max(0.0, duration(stage, "F") + duration(stage, "I") - duration(stage, "W"))
+
+
+@cache
+def _orders(csv_file: str) -> list[list[Entry]]:
+    """Each rank's computations, one by one: those of a pair run one after the other."""
+    return [[(action,) for entry in order for action in entry] for order in orders_of(csv_file)]
+
+
+def execution_time(
+    orders: Sequence[Sequence[Entry]], duration: Callable[[int, str], float], transfer: float
+) -> BatchTime:
+    """Seconds of a batch in which each rank starts every computation as soon as it can.
+
+    No stage waits for the gradients of the first one's inputs: of a split backward, torch runs all
+    in `W` there.
+
+    Args:
+        orders: of each rank.
+        duration: as for `batch_time`.
+        transfer: as for `batch_time`.
+    """
+    first_stage = {"F": duration(0, "F"), "B": duration(0, "B"), "I": 0.0, "W": duration(0, "B")}
+    clock = [0.0] * len(orders)
+    busy = [0.0] * len(orders)
+    ends: list[float] = []
+    for rank, action, source, remote in execute(orders):
+        inputs_ready = ends[source] + transfer * remote if source >= 0 else 0.0
+        length = duration(action.stage, action.kind) if action.stage else first_stage[action.kind]
+        clock[rank] = max(clock[rank], inputs_ready) + length
+        busy[rank] += length
+        ends.append(clock[rank])
+    return BatchTime(max(clock), tuple(busy))
