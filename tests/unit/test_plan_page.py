@@ -20,7 +20,7 @@ in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory):
-    """Pages with their JSON: of a pipeline of 16 ranks, and of a search for 8."""
+    """Pages with their JSON: of a pipeline, of a search, and of numbers of GPUs."""
     folder = tmp_path_factory.mktemp("pages")
     found = {}
     for name, argv in {
@@ -41,6 +41,7 @@ def planned(tmp_path_factory):
             "--tokens=1e12",
             "--money=2",
         ],
+        "sizes": ["--model.flavor=1B", "--training.local_batch_size=1"],
     }.items():
         file = folder / f"{name}.html"
         main([*argv, "--hardware=h100-sxm", f"--html={file}"])
@@ -117,8 +118,10 @@ def test_the_bubble_is_a_part_of_the_step(schedule):
     assert sum(parts.values()) == pytest.approx(data["time"]["step_s"])
     assert ("repeated by a split backward" in parts) == bool(schedule)
     if schedule:
-        assert "schedule Interleaved1F1B" in [
-            change.text for change in faster(plan) if change.cause == "repeated by a split backward"
+        assert {"parallelism.pipeline_parallel_schedule": "Interleaved1F1B"} in [
+            change.settings
+            for change in faster(plan)
+            if change.cause == "repeated by a split backward"
         ]
 
 
@@ -212,21 +215,15 @@ def test_dots_and_rows_of_a_search_are_tied(planned, tab):
 
 @in_browser
 @pytest.mark.e2e
-def test_what_does_not_fit_is_drawn_so(planned, tab):
-    file, data = planned["search"]
-    assert [point["fits"] for point in data["scaling"]].count(False) > 0
+def test_numbers_of_gpus_are_drawn(planned, tab):
+    file, data = planned["sizes"]
     tab.open(file.as_uri(), 500)
-    charts = tab.evaluate(
-        "[...document.querySelectorAll('.chart')].map(c => "
-        "c.parentNode.querySelector('.key').textContent)"
-    )
-    assert len(charts) == 3  # the search, and speed and memory by the number of GPUs
-    assert all("does not fit" in legend for legend in charts[1:])
-    tab.evaluate("document.querySelectorAll('.chart')[1].focus()")
-    said = []
-    for _ in data["scaling"]:
+    assert tab.problems == []
+    tab.evaluate("document.querySelectorAll('.chart')[0].focus()")
+    shown = []
+    for _ in data["sizes"]:
         tab.press("ArrowRight")
-        said.append(tab.evaluate("document.getElementById('tip').textContent"))
-    assert [text.endswith("does not fit") for text in said] == [
-        not point["fits"] for point in data["scaling"]
+        shown.append(tab.evaluate("document.getElementById('tip').textContent"))
+    assert [text.partition(" GPU")[0] for text in shown] == [
+        str(size["world"]) for size in data["sizes"]
     ]

@@ -286,7 +286,9 @@ def test_a_search_starts_from_any_file(tmp_path, capsys):
     assert main([str(file), "--world=96", HARDWARE, "--search", f"--write={out}"]) == 0
     printed = capsys.readouterr().out
     assert "the configured layout is refused on 96 ranks" in printed
-    assert "all layouts train on 6 rows" in printed  # 4 rows on each of 96 / 64 ranks
+    assert "on 96 GPUs, all layouts train on 6 rows" in " ".join(
+        printed.split()
+    )  # 4 rows on each of 96 / 64 ranks
     config = resolve([f"--job.config_file={out}"], 96).config
     preflight(config, output=False)
     assert config.training.global_batch_size == 6

@@ -1,6 +1,7 @@
 """How many GPUs a run needs: the curve over their number, and the fewest that are fast enough."""
 
 import json
+import re
 
 import pytest
 
@@ -8,7 +9,6 @@ from tests.plans import H100
 from torchtitan.commands.plan import main
 from torchtitan.tools.planner import sizes
 from torchtitan.tools.planner.planner import find_layouts
-from torchtitan.utils.errors import UserError
 
 MODEL = ["--model.flavor=8B", "--training.seq_len=8192", "--training.global_batch_size=64"]
 RUN = [*MODEL, "--compile.enable", "--hardware=h100-sxm"]
@@ -44,19 +44,46 @@ def test_each_size_has_the_plan_that_a_search_proposes_first(data):
             assert size["tokens_per_second_per_gpu"] == plan.tokens_per_second
 
 
-def test_without_days_the_fewest_gpus_that_the_model_fits_on(capsys, monkeypatch):
+def test_without_days_the_fewest_gpus_that_train_in_a_month(capsys, monkeypatch):
+    """1e11 tokens at 7,000 to 8,500 tokens/s per GPU take 4.5 to 5.5 GPUs a month."""
     monkeypatch.setattr(sizes, "COMPARED_GPUS", 4)
-    assert main(RUN) == 0
+    assert main([*RUN, "--tokens=1e11", "--money=2"]) == 0
     out = capsys.readouterr().out
-    assert "The fewest that fit: 2 x h100-sxm" in out
-    assert "llama3 8B on 2 x h100-sxm" in out
+    answer = re.search(
+        r"The fewest that train 100\.0B tokens in 30 days \(--days sets another limit\): "
+        r"8 x h100-sxm, ([\d.]+) days \(.* to .*\), ([\d,]+) GPU-hours, cost ([\d,]+)\n",
+        out,
+    )
+    days, hours, cost = (float(figure.replace(",", "")) for figure in answer.groups())
+    assert 15 < days < 30
+    assert (hours, cost) == pytest.approx((days * 24 * 8, 2 * days * 24 * 8), rel=0.01)
+    assert "llama3 8B on 8 x h100-sxm" in out
+    assert "more than any run needs" not in out
 
 
-def test_too_few_days_are_said(monkeypatch):
+def test_a_batch_far_too_small_is_noted(capsys):
+    main([*RUN, "--world=64", "--training.local_batch_size=1", "--tokens=4e12"])
+    steps = "note: 7,629,395 steps of 524,288 tokens are more than any run needs"
+    assert steps in capsys.readouterr().out
+
+
+def test_too_few_days_are_said(monkeypatch, capsys):
     monkeypatch.setattr(sizes, "COMPARED_GPUS", 4)
     monkeypatch.setattr(sizes, "MAX_GPUS", 16)
-    with pytest.raises(UserError, match=r"--days 0\.1: up to 16 x h100-sxm, 1\.00T tokens take"):
-        main([*RUN, "--tokens=1e12", "--days=0.1"])
+    main([*RUN, "--tokens=1e12", "--days=0.1"])
+    out = capsys.readouterr().out
+    assert "None trains 1.00T tokens in 0.1 days, the fastest is 16 x h100-sxm, " in out
+
+
+def test_notes_agree_with_the_table(monkeypatch, capsys):
+    """Without a global batch there is a row per GPU on each number of them."""
+    monkeypatch.setattr(sizes, "COMPARED_GPUS", 4)
+    flags = ["--model.flavor=1B", "--training.local_batch_size=1", "--hardware=h100-sxm"]
+    main([*flags, "--tokens=1e9"])
+    out = capsys.readouterr().out
+    rows = re.findall(r"^ *(\d) +(\d) ", out, re.M)
+    assert rows == [("1", "1"), ("2", "2"), ("4", "4")]
+    assert "training.global_batch_size is not set; on 1 GPU, all layouts train on 1 row" in out
 
 
 def test_days_choose_the_number_of_gpus(capsys):

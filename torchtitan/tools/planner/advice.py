@@ -32,101 +32,59 @@ _CHANGES_TRAINING = ("training.seq_len", "optimizer.state_dtype")
 """Keys that change what is trained: never suggested for speed, and last for memory."""
 
 _MODE = "activation_checkpoint.mode"
-RECOMPUTE_NOTHING: Settings = {_MODE: "none"}
-RECOMPUTE_OPERATIONS: Settings = {
-    _MODE: "selective",
-    "activation_checkpoint.selective_ac_option": "op",
-}
+_RECOMPUTE_NOTHING: Settings = {_MODE: "none"}
 _COMPILE: Settings = {"compile.enable": True, "compile.components": ["model", "loss"]}
-_ALWAYS: tuple[tuple[str, Settings], ...] = (
-    ("keep attention and every second product", RECOMPUTE_OPERATIONS),
-    ("recompute nothing", RECOMPUTE_NOTHING),
-    ("recompute everything", {_MODE: "full"}),
-    ("offload nothing", {"activation_checkpoint.offload_blocks": 0}),
-    ("offload activations", {"activation_checkpoint.offload_blocks": -1}),
-    ("compile", _COMPILE),
-    ("reduce every batch", {"parallelism.fsdp_reduce_once_per_step": False}),
-    ("free gathered weights", {"parallelism.fsdp_reshard_after_forward": "default"}),
-    ("state on the host", {"training.enable_cpu_offload": True}),
-    ("update in the backward", {"optimizer.early_step_in_backward": True}),
-    ("the optimizer's state in bf16", {"optimizer.state_dtype": "bfloat16"}),
+_ALWAYS: tuple[Settings, ...] = (
+    _RECOMPUTE_NOTHING,
+    {_MODE: "selective", "activation_checkpoint.selective_ac_option": "op"},
+    {_MODE: "full"},
+    {"activation_checkpoint.offload_blocks": 0},
+    {"activation_checkpoint.offload_blocks": -1},
+    _COMPILE,
+    {"parallelism.fsdp_reduce_once_per_step": False},
+    {"parallelism.fsdp_reshard_after_forward": "default"},
+    {"parallelism.context_parallel_rotate_method": "alltoall"},
+    {"training.enable_cpu_offload": True},
+    {"optimizer.early_step_in_backward": True},
+    {"optimizer.state_dtype": "bfloat16"},
+    *({"parallelism.pipeline_parallel_schedule": schedule} for schedule in SCHEDULES),
 )
 """Changes that don't depend on the configured values."""
 
 
-def neighbours(w: Workload) -> Iterator[tuple[str, Settings]]:
-    """Changes of one aspect, legal or not: its name and the keys to set."""
+def neighbours(w: Workload) -> Iterator[Settings]:
+    """Changes of one aspect, legal or not, with and without an effect."""
+    t = w.config.training
     yield from _ALWAYS
-    yield from _rows(w.config)
-    yield from _precision(w.config)
-    yield from _pipeline(w.config)
-    yield from _layouts(w)
-
-
-def _rows(config: Config) -> Iterator[tuple[str, Settings]]:
-    p = config.parallelism
-    t = config.training
-    tokens = t.seq_len // (p.context_parallel_degree * p.tensor_parallel_degree)
-    if more := [n for n in divisors(tokens, _LOSS_CHUNKS) if n > t.loss_chunks]:
-        yield "the loss in chunks", {"training.loss_chunks": more[-1]}
-    yield "half the rows at a time", _half("training.local_batch_size", config)
-    yield (
-        "double the batch",
-        {
-            "training.global_batch_size": 2 * t.global_batch_size,
-            "training.local_batch_size": 2 * t.local_batch_size,
-        },
-    )
-    yield "half the row length", _half("training.seq_len", config)
+    tokens = t.seq_len // (w.cp * w.tp)
+    yield {"training.loss_chunks": max(t.loss_chunks, divisors(tokens, _LOSS_CHUNKS)[-1])}
+    half_rows = _half("training.local_batch_size", w.config)
+    yield half_rows
+    yield {
+        "training.global_batch_size": 2 * t.global_batch_size,
+        "training.local_batch_size": 2 * t.local_batch_size,
+    }
+    yield _half("training.seq_len", w.config)
+    yield _half("parallelism.pipeline_parallel_microbatch_size", w.config)
+    if w.config.model.converters in ([], ["float8"]):
+        float8: Settings = {"model.converters": ["float8"]}
+        yield float8
+        yield float8 | {"quantize.linear.float8.recipe_name": "tensorwise"}
+    twice = {"parallelism.data_parallel_shard_degree": 2 * w.dp_shard}
+    yield twice
+    yield twice | half_rows
+    if w.tp > 1:
+        yield _COMPILE | {"parallelism.enable_async_tensor_parallel": True}
+        yield _half("parallelism.tensor_parallel_degree", w.config) | twice | half_rows
+    if w.dp_replicate > 1:
+        yield _half("parallelism.data_parallel_replicate_degree", w.config) | twice
+    if w.experts:  # more ranks that share the experts gather less of them; fewer copy fewer rows
+        yield {"parallelism.expert_parallel_degree": 2 * w.ep}
+        yield _half("parallelism.expert_parallel_degree", w.config)
 
 
 def _half(key: str, config: Config) -> Settings:
     return {key: max(1, read(config, key) // 2)}
-
-
-def _precision(config: Config) -> Iterator[tuple[str, Settings]]:
-    float8 = {"model.converters": ["float8"]}
-    recipe = "quantize.linear.float8.recipe_name"
-    if not config.model.converters:
-        yield "Float8", float8
-    if config.model.converters in ([], ["float8"]):
-        yield "tensorwise Float8", float8 | {recipe: "tensorwise"}
-
-
-def _pipeline(config: Config) -> Iterator[tuple[str, Settings]]:
-    p = config.parallelism
-    if p.pipeline_parallel_degree == 1:
-        return
-    yield "smaller microbatches", _half("parallelism.pipeline_parallel_microbatch_size", config)
-    if not p.pipeline_parallel_schedule_csv:
-        for schedule in SCHEDULES:
-            yield f"schedule {schedule}", {"parallelism.pipeline_parallel_schedule": schedule}
-
-
-def _layouts(w: Workload) -> Iterator[tuple[str, Settings]]:
-    config = w.config
-    half_rows = _half("training.local_batch_size", config)
-    twice = {"parallelism.data_parallel_shard_degree": 2 * w.dp_shard}
-    if w.tp > 1:
-        settings = _COMPILE | {"parallelism.enable_async_tensor_parallel": True}
-        yield "asynchronous TP", settings
-    if w.tp % 2 == 0:
-        half = _half("parallelism.tensor_parallel_degree", config)
-        yield "half the TP, twice the shards", half | twice | half_rows
-    if w.cp > 1:
-        ring = {"parallelism.context_parallel_rotate_method": "alltoall"}
-        yield "send keys around a ring", ring
-    if w.experts:  # more ranks that share the experts gather less of them; fewer copy fewer rows
-        ep = "parallelism.expert_parallel_degree"
-        yield "twice the expert parallelism", {ep: 2 * w.ep}
-        yield "half the expert parallelism", _half(ep, config)
-    if w.dp_replicate % 2 == 0:
-        half = _half("parallelism.data_parallel_replicate_degree", config)
-        yield "shards in place of replicas", half | twice
-    if w.accumulation % 2 == 0:
-        yield "twice the ranks", twice
-    elif config.training.local_batch_size % 2 == 0:
-        yield "twice the ranks", twice | half_rows
 
 
 def show_settings(settings: Settings) -> str:
@@ -134,12 +92,12 @@ def show_settings(settings: Settings) -> str:
     return ", ".join(f"{key} = {json.dumps(value)}" for key, value in settings.items())
 
 
-def _neighbour_configs(w: Workload) -> Iterator[tuple[str, Settings, Config]]:
+def _neighbour_configs(w: Workload) -> Iterator[tuple[Settings, Config]]:
     """The neighbours that differ, with the configuration that each makes."""
-    for text, settings in neighbours(w):
+    for settings in neighbours(w):
         config = apply_settings(w.config, settings)
         if config != w.config:
-            yield text, settings, config
+            yield settings, config
 
 
 def _trains_alike(settings: Settings) -> bool:
@@ -153,7 +111,6 @@ def _trains_alike(settings: Settings) -> bool:
 class Change:
     """A legal change that makes training faster."""
 
-    text: str
     settings: Settings
     after: Plan
     gain: float
@@ -162,41 +119,17 @@ class Change:
     """The cause of time that it shortens most, per token."""
 
 
-@dataclass(frozen=True)
-class Cost:
-    """One cause of the step's time."""
-
-    cause: str
-    share: float
-    changes: list[Change]
-
-
-def largest_costs(plan: Plan) -> list[Cost]:
-    """The largest causes of the step's time, with the best changes that shorten each most."""
-    speedups = faster(plan)
-    return [
-        Cost(
-            cause,
-            seconds / plan.time.seconds,
-            [change for change in speedups if change.cause == cause][:CHANGES],
-        )
-        for cause, seconds in list(plan.time.by_cause.items())[:COSTS]
-    ]
-
-
 def faster(plan: Plan) -> list[Change]:
     """Legal changes that speed up training on the same ranks, the best first, misfits last."""
     changes = []
-    for text, settings, config in _neighbour_configs(plan.workload):
+    for settings, config in _neighbour_configs(plan.workload):
         if not _trains_alike(settings) or ranks_of(config) != plan.workload.world:
             continue
         if (after := replan(plan, config)) is None:
             continue
         speedup = after.tokens_per_second / plan.tokens_per_second
         if speedup > _FASTER:
-            changes.append(
-                Change(text, settings, after, speedup - 1, cause=_most_shortened(plan, after))
-            )
+            changes.append(Change(settings, after, speedup - 1, cause=_most_shortened(plan, after)))
     return sorted(changes, key=lambda change: (not change.after.fits, -change.gain))
 
 
@@ -210,6 +143,15 @@ def _most_shortened(before: Plan, after: Plan) -> str:
     )
 
 
+def largest_costs(plan: Plan) -> dict[str, list[Change]]:
+    """The largest causes of the step's time, with the best changes that shorten each most."""
+    changes = faster(plan)
+    return {
+        cause: [change for change in changes if change.cause == cause][:CHANGES]
+        for cause in list(plan.time.by_cause)[:COSTS]
+    }
+
+
 # ---- memory
 
 
@@ -218,7 +160,7 @@ def wasteful(plan: Plan) -> Iterator[str]:
     that keeps more than it drops, and chunks of a loss that are smaller than the gradient they add.
     """
     now = plan.tightest
-    for settings in (RECOMPUTE_NOTHING, _half("training.loss_chunks", now.config)):
+    for settings in (_RECOMPUTE_NOTHING, _half("training.loss_chunks", now.config)):
         after = replan(now, apply_settings(now.config, settings))
         if after is None or after.peak_gib >= _SMALLER * now.peak_gib:
             continue
@@ -255,7 +197,7 @@ def smaller(config: Config, spec: ModelSpec, world: int) -> list[Saving]:
     now = derived_workload(config, spec, world)
     before = predict_memory(now).reserved / GIB
     savings = []
-    for _, settings, neighbour in _neighbour_configs(now):
+    for settings, neighbour in _neighbour_configs(now):
         ranks = ranks_of(neighbour)
         try:
             after = predict_memory(derived_workload(neighbour, spec, ranks)).reserved / GIB

@@ -218,7 +218,7 @@ def _scale_rates(hardware: Hardware, factor: float) -> Hardware:
 
 def fitted_file(run: RunMeasurements, plan: Plan) -> str:
     """The text of a hardware file whose constants are fitted to the run."""
-    source = f"{run.folder}, {run.world} x {run.device}, {plan.config.model.label}"
+    source = f"{run.folder}, {run.world} x {run.device}, {plan.model}"
     return to_table(
         "fitted",
         fit(run, plan),

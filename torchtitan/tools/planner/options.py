@@ -43,8 +43,7 @@ def _add_budget(parser: argparse.ArgumentParser) -> None:
         "--days",
         type=number,
         metavar="D",
-        help="without --world: plan the fewest GPUs that train so many tokens in D days (default: "
-        "the fewest that the model fits on)",
+        help="without --world: plan the fewest GPUs that train so many tokens in D days (default: 30)",
     )
     add(
         "--money", type=number, metavar="PRICE", help="price of a GPU-hour: add the cost of the run"

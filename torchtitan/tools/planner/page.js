@@ -1,12 +1,9 @@
 // The page of a plan: each section draws a part of its JSON.
-const {memory, time, run} = data, sizes = data.sizes || data.scaling;
+const {memory, time, run} = data;
 const layoutOf = layout => Object.entries(layout).filter(([, n]) => n > 1).map(([axis, n]) => `${axis} ${n}`).join(" x ") || "one rank";
 const likely = chance => chance < .01 ? "< 1 %" : chance > .99 ? "> 99 %" : percent(chance);
 const range = ([low, high], format) => `${format(low)} to ${format(high)}`;
-const KINDS = {
-  fits: {name: "fits", shape: SHAPES.dot, color: "var(--accent)", alpha: .5, size: .6},
-  large: {name: "does not fit", shape: SHAPES.cross, color: "var(--bad)", alpha: .7, size: .7},
-};
+const KINDS = {fits: {name: "fits", shape: SHAPES.dot, color: "var(--accent)", alpha: .5, size: .6}};
 
 heading();
 figures();
@@ -16,7 +13,7 @@ timeParts();
 costs();
 if (data.compared) compared();
 if (data.search) search();
-if (sizes.length > 1) scaling();
+if (data.sizes) numbers();
 mesh();
 if (data.notes.length) {
   const list = element(section("Notes"), "ul");
@@ -99,8 +96,8 @@ function costs() {
   for (const cost of data.costs) {
     element(made, "h3", {}, `${percent(cost.share, 1)} ${cost.part}`);
     if (!cost.changes.length) continue;
-    const settings = change => Object.entries(change.settings).map(([key, value]) => `${key} = ${value}`).join(", ");
-    table(made, [["change", "left wrap code"], ["speed"], ["GiB"], ["", "left"]], cost.changes.map(c => [[c.text, settings(c)],
+    const settings = change => Object.entries(change.settings).map(([key, value]) => `${key} = ${JSON.stringify(value)}`).join(", ");
+    table(made, [["change", "left wrap"], ["speed"], ["GiB"], ["", "left"]], cost.changes.map(c => [settings(c),
       `${c.gain < 0 ? "" : "+"}${percent(c.gain, 1)}`, number(c.peak_gib, 1), c.fits ? "✓ fits" : "✗ too large"]),
       {label: `Changes that lower ${cost.part}`, wide: true});
   }
@@ -147,19 +144,18 @@ function search() {
   }
 }
 
-function scaling() {
-  const made = element(section("Other numbers of GPUs", data.sizes ? "The best layout on each." :
-    "The same plan with more or fewer shards and the same rows per rank."), "div", {class: "pair"});
-  const worlds = sizes.map(p => p.world);
-  const kinds = {fits: {...KINDS.fits, alpha: 1, size: 1}, large: {...KINDS.large, alpha: 1, size: 1},
+function numbers() {
+  const {sizes} = data, worlds = sizes.map(p => p.world);
+  const made = element(section("Other numbers of GPUs", "The best layout on each."), "div", {class: "pair"});
+  const kinds = {fits: {...KINDS.fits, alpha: 1, size: 1},
     own: {name: "this plan", shape: SHAPES.ring, color: "var(--text)", size: 1.5}};
   for (const [key, label, limit] of [["tokens_per_second_per_gpu", "tokens/s per GPU"],
     ["peak_gib", "peak memory, GiB", {axis: "y", value: memory.usable_gib, text: `limit ${number(memory.usable_gib, 1)} GiB`}]]) {
     const at = p => ({x: p.world, y: p[key], tip: `${plural(p.world, "GPU")}: ${number(p.tokens_per_second_per_gpu)} tokens/s per GPU, ` +
-      `${number(p.peak_gib, 1)} GiB${p.fits ? "" : ", does not fit"}`});
+      `${number(p.peak_gib, 1)} GiB, ${significant(p.days)} days`});
     points(element(made, "div"), {
       x: {label: "GPUs", log: true, ticks: worlds, format: n => number(n)}, y: {label, zero: true}, limit, line: true, kinds, height: 260,
-      points: [...sizes.map(p => ({...at(p), kind: p.fits ? "fits" : "large", key: p.world})),
+      points: [...sizes.map(p => ({...at(p), kind: "fits", key: p.world})),
         ...sizes.filter(p => p.world === data.world).map(p => ({...at(p), kind: "own"}))],
       label: `${label} on other numbers of GPUs; arrow keys step through them`,
     });

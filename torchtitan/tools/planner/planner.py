@@ -135,8 +135,8 @@ def find_layouts(
     if loaded.config.training.global_batch_size == -1:
         rows = start.config.training.global_batch_size
         notes.append(
-            f"training.global_batch_size is not set; all layouts train on {plural(rows, 'row')} "
-            "per step"
+            f"training.global_batch_size is not set; on {plural(world, 'GPU')}, all layouts train "
+            f"on {plural(rows, 'row')} per step"
         )
     if any(stage.seq_len or stage.local_batch_size for stage in start.config.training.stages):
         notes.append(
@@ -198,7 +198,7 @@ def planned_toml(plan: Plan, argv: list[str]) -> str:
     for key in _LAYOUT_KEYS:
         config = replace(config, key, read(plan.config, key))
     return (
-        f"# {config.model.label} on {plan.workload.world} x "
+        f"# {plan.model} on {plan.workload.world} x "
         f"{plan.hardware.description}.\n"
         f"# Planned: {show_rate(plan.tokens_per_second)} tokens/s per GPU, "
         f"{show_gib(plan.peak_gib)}.\n\n"

@@ -33,10 +33,16 @@ class Plan:
     notes: tuple[str, ...] = ()
     stages: tuple[tuple[float, "Plan"], ...] = ()
     """The steps and the plan of each stage of the data; empty if all stages are alike."""
+    name: str = ""
+    """The model's name, unless its family and flavor are."""
 
     @property
     def config(self) -> Config:
         return self.workload.config
+
+    @property
+    def model(self) -> str:
+        return self.name or self.config.model.label
 
     @property
     def tightest(self) -> "Plan":

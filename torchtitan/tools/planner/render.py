@@ -2,8 +2,9 @@
 
 import math
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from torchtitan.config.derive import layout_name
@@ -11,6 +12,7 @@ from torchtitan.tools.planner.advice import advice, largest_costs, show_settings
 from torchtitan.tools.planner.memory import CATEGORIES, GIB
 from torchtitan.tools.planner.predict import Plan
 from torchtitan.tools.planner.search import SearchResult
+from torchtitan.tools.web import web_page
 from torchtitan.utils.wording import (
     aligned,
     plural,
@@ -62,26 +64,18 @@ def as_text(plan: Plan, tokens: float | None = None) -> str:
     Args:
         tokens: to train on, for time and GPU-hours. Default: the tokens of `training.steps`.
     """
-    advice_lines: list[str] = []
+    lines = [*_heading(plan), "", _memory_table(plan), *_host_line(plan), "", _step_line(plan)]
+    lines += [
+        _run_line(plan, run_of(plan, tokens)),
+        "9 of 10 such runs are within the ranges (docs/guides/plan.md)",
+        "",
+        "Largest costs:",
+        *_cost_lines(plan),
+    ]
     if not plan.fits:
-        advice_lines = advice(plan.tightest.config, plan.spec, plan.workload.world).splitlines()
-    return "\n".join(
-        [
-            *_heading(plan),
-            "",
-            _memory_table(plan),
-            *_host_line(plan),
-            "",
-            _step_line(plan),
-            _run_line(plan, run_of(plan, tokens)),
-            "9 of 10 such runs are within the ranges (docs/guides/plan.md)",
-            "",
-            "Largest costs:",
-            *_cost_lines(plan),
-            *map(_wrap, advice_lines),
-            *(_wrap(f"note: {note}") for note in plan.notes),
-        ]
-    )
+        config = plan.tightest.config
+        lines += map(wrap, advice(config, plan.spec, plan.workload.world).splitlines())
+    return "\n".join([*lines, *(wrap(f"note: {note}") for note in plan.notes)])
 
 
 def _heading(plan: Plan) -> list[str]:
@@ -94,8 +88,8 @@ def _heading(plan: Plan) -> list[str]:
         pipeline = f" in {plural(w.microbatches, 'microbatch')}, {plan.schedule}{stages}"
     gpus = f"{w.world} x {plan.hardware.name} ({plural(_nodes(plan), 'node')})"
     return [
-        f"{plan.config.model.label} on {gpus}: {layout_name(plan.layout)}",
-        _wrap(
+        f"{plan.model} on {gpus}: {layout_name(plan.layout)}",
+        wrap(
             f"  {t.global_batch_size} x {w.seq_len} tokens per step; "
             f"{plural(t.local_batch_size, 'row')} per rank{batches}{pipeline}; activation "
             f"checkpointing {plan.checkpointing}"
@@ -141,7 +135,7 @@ def _host_line(plan: Plan) -> list[str]:
     if limit is not None:
         verdict = f" {'fits in' if total < limit else 'DOES NOT FIT in'} {limit:,.0f};"
     by_category = ", ".join(f"{name} {gib:,.1f}" for name, gib in sizes.items())
-    return [_wrap(f"Host memory, GiB per host:{verdict} {total:,.1f} ({by_category})")]
+    return [wrap(f"Host memory, GiB per host:{verdict} {total:,.1f} ({by_category})")]
 
 
 def _step_line(plan: Plan) -> str:
@@ -154,7 +148,7 @@ def _step_line(plan: Plan) -> str:
     if plan.mfu and plan.mfu_range:
         figures.append(f"MFU {_percent(plan.mfu)} ({_between(plan.mfu_range, _percent)})")
     bubble = f"; bubble {_percent(plan.time.bubble)} of the step" if plan.schedule else ""
-    return _wrap(", ".join(figures) + bubble)
+    return wrap(", ".join(figures) + bubble)
 
 
 def _run_line(plan: Plan, run: TrainingRun) -> str:
@@ -165,74 +159,59 @@ def _run_line(plan: Plan, run: TrainingRun) -> str:
     )
 
 
-def _cost_lines(plan: Plan) -> list[str]:
-    lines = []
-    for cost in largest_costs(plan):
-        lines.append(f"  {cost.share:4.0%}  {cost.cause}")
-        for change in cost.changes:
+def _cost_lines(plan: Plan) -> Iterator[str]:
+    for cause, changes in largest_costs(plan).items():
+        yield f"  {plan.time.by_cause[cause] / plan.time.seconds:4.0%}  {cause}"
+        for change in changes:
             fit = "" if change.after.fits else ", DOES NOT FIT"
             effect = f"{change.gain:+.0%} speed, {show_gib(change.after.peak_gib)}{fit}"
-            lines.append(f"        {change.text}: {effect}")
-            lines += [
-                f"            {show_settings({key: value})}"
-                for key, value in change.settings.items()
-            ]
-    return lines
+            yield wrap(f"        {effect}: {show_settings(change.settings)}")
 
 
-def _wrap(text: str) -> str:
+def wrap(text: str) -> str:
+    """The text in lines for a terminal."""
     indent = " " * (len(text) - len(text.lstrip()))
     return textwrap.fill(text, _WIDTH, subsequent_indent=f"{indent}  ", break_long_words=False)
 
 
+def _schedule(plan: Plan) -> str:
+    if plan.schedule is None:
+        return "-"
+    deep = f", {plan.stages_per_rank} stages" if plan.stages_per_rank > 1 else ""
+    return f"{plan.schedule} x {plan.workload.microbatches}{deep}"
+
+
+FIGURES: dict[str, Callable[[Plan], str]] = {
+    "layout": lambda plan: layout_name(plan.layout),
+    "batch": lambda plan: f"{plan.config.training.local_batch_size} x {plan.workload.accumulation}",
+    "schedule": _schedule,
+    "recomputes": lambda plan: plan.checkpointing.replace("none", "nothing"),
+    "tokens/s": lambda plan: show_rate(plan.tokens_per_second),
+    "at least": lambda plan: show_rate(plan.speed_range[0]),
+    "GiB": lambda plan: f"{plan.peak_gib:.1f}",
+    "fits": lambda plan: likelihood(plan.chance_to_fit),
+}
+"""Columns of tables of plans. Speeds are per GPU."""
+
+
 def search_table(result: SearchResult) -> str:
     """The proposals of a search."""
-    rows = [["layout", "batch", "schedule", "recomputes", "tokens/s", "at least", "GiB", "fits"]]
-    reasons = []
-    for proposal in result.best:
-        plan = proposal.plan
-        w = plan.workload
-        reasons.append(_wrap(f"  {proposal.why}"))
-        deep = f", {plan.stages_per_rank} stages" if plan.stages_per_rank > 1 else ""
-        rows.append(
-            [
-                layout_name(plan.layout),
-                f"{plan.config.training.local_batch_size} x {w.accumulation}",
-                f"{plan.schedule} x {w.microbatches}{deep}" if w.pipeline else "-",
-                {"none": "nothing"}.get(plan.checkpointing, plan.checkpointing),
-                show_rate(plan.tokens_per_second),
-                show_rate(plan.speed_range[0]),
-                f"{plan.peak_gib:.1f}",
-                likelihood(plan.chance_to_fit),
-            ]
-        )
-    head, *lines = aligned(rows).splitlines()
-    proposal_lines = [text for pair in zip(lines, reasons, strict=True) for text in pair]
+    rows = [[figure(proposal.plan) for figure in FIGURES.values()] for proposal in result.best]
+    head, *lines = aligned([[*FIGURES], *rows]).splitlines()
     count = plural(result.seen, "configuration")
-    return "\n".join([f"Best of {count} (tokens/s per GPU):", head, *proposal_lines])
+    table = [f"Best of {count} (tokens/s per GPU):", head]
+    for line, proposal in zip(lines, result.best, strict=True):
+        table += [line, wrap(f"  {proposal.why}")]
+    return "\n".join(table)
 
 
 def comparison(this: Plan, other: Plan) -> str:
     """Two plans side by side."""
-    figures: dict[str, Callable[[Plan], str]] = {
-        "model": lambda plan: plan.config.model.label,
-        "checkpointing": lambda plan: plan.checkpointing,
-        "peak GiB": lambda plan: f"{plan.peak_gib:.1f}",
-        "fits": lambda plan: "yes" if plan.fits else "NO",
-        "tokens/s/GPU": lambda plan: show_rate(plan.tokens_per_second),
-        "MFU": lambda plan: "-" if plan.mfu is None else _percent(plan.mfu),
-        "step s": lambda plan: f"{plan.time.seconds:.3g}",
-    }
-    rows = [["", "this", "compared"]]
-    rows += [[axis, str(degree), str(other.layout[axis])] for axis, degree in this.layout.items()]
-    rows += [[name, figure(this), figure(other)] for name, figure in figures.items()]
-    for cause in dict.fromkeys([*this.time.by_cause, *other.time.by_cause]):
-        rows.append(
-            [
-                f"{cause}, s",
-                *(f"{plan.time.by_cause.get(cause, 0.0):.3g}" for plan in (this, other)),
-            ]
-        )
+    rows = [["", "this", "compared"], ["model", this.model, other.model]]
+    rows += [[name, figure(this), figure(other)] for name, figure in FIGURES.items()]
+    for cause in dict.fromkeys(["seconds", *this.time.by_cause, *other.time.by_cause]):
+        times = ({"seconds": plan.time.seconds, **plan.time.by_cause} for plan in (this, other))
+        rows.append([f"{cause}, s", *(f"{seconds.get(cause, 0.0):.3g}" for seconds in times)])
     return aligned(rows)
 
 
@@ -283,7 +262,7 @@ def as_data(plan: Plan, tokens: float | None = None) -> dict[str, Any]:
     hw = plan.hardware
     run = run_of(plan, tokens)
     return summary(plan) | {
-        "model": plan.config.model.label,
+        "model": plan.model,
         "hardware": hw.name,
         "hardware_description": hw.description,
         "nodes": _nodes(plan),
@@ -298,15 +277,14 @@ def as_data(plan: Plan, tokens: float | None = None) -> dict[str, Any]:
         },
         "costs": [
             {
-                "part": cost.cause,
-                "share": cost.share,
+                "part": cause,
+                "share": plan.time.by_cause[cause] / plan.time.seconds,
                 "changes": [
-                    {"text": change.text, "settings": change.settings, "gain": change.gain}
-                    | summary(change.after)
-                    for change in cost.changes
+                    {"settings": change.settings, "gain": change.gain} | summary(change.after)
+                    for change in changes
                 ],
             }
-            for cost in largest_costs(plan)
+            for cause, changes in largest_costs(plan).items()
         ],
         "notes": plan.notes,
     }
@@ -360,3 +338,9 @@ def search_data(result: SearchResult) -> dict[str, Any]:
             for proposal in result.best
         ],
     }
+
+
+def page(data: dict[str, Any]) -> str:
+    """A self-contained page with charts: `page.js` draws `data`, which it embeds."""
+    title = f"{data['model']} on {data['world']} x {data['hardware']}"
+    return web_page(title, data, [Path(__file__).with_name("page.js")])

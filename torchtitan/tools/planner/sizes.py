@@ -1,17 +1,24 @@
 """The number of GPUs that a run needs: the best layout on each number of them."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.config.derive import layout_name
 from torchtitan.tools.planner.hardware import Hardware
 from torchtitan.tools.planner.planner import find_layouts
 from torchtitan.tools.planner.predict import Plan
-from torchtitan.tools.planner.render import TrainingRun, run_of, show_rounded, summary
+from torchtitan.tools.planner.render import (
+    FIGURES,
+    TrainingRun,
+    run_of,
+    show_rounded,
+    summary,
+    wrap,
+)
 from torchtitan.utils.errors import ConfigError, UserError
 from torchtitan.utils.wording import aligned, show_rate, show_tokens
 
+DAYS = 30.0
+"""A sensible time for a run, unless `--days` sets another."""
 COMPARED_GPUS = 512
 """Powers of two up to this number of GPUs are always compared."""
 MAX_GPUS = 16_384
@@ -40,9 +47,66 @@ class Sizes:
 
     all: list[Size]
     pick: Size
-    """The fewest GPUs that meet `days`; without a limit, the fewest that the model fits on."""
+    """The fewest GPUs that meet `days`, or else the fastest."""
     days: float | None
-    """The limit."""
+    """The limit that the user set."""
+
+    def data(self, price: float | None) -> list[dict[str, Any]]:
+        """The sizes, for JSON and the page.
+
+        Args:
+            price: of a GPU-hour.
+        """
+        return [
+            summary(size.plan)
+            | {
+                "chosen": size is self.pick,
+                "tokens_per_second": size.plan.tokens_per_second * size.world,
+                "tokens": size.run.tokens,
+                "days": size.days,
+                "range_days": size.plan.time_range(size.days),
+                "gpu_hours": size.run.gpu_hours,
+                "cost": size.run.gpu_hours * price if price else None,
+            }
+            for size in self.all
+        ]
+
+    def table(self, price: float | None) -> str:
+        """The sizes and the answer, for a terminal. Argument as for `data`."""
+        names = ["layout", "tokens/s", "GiB"]
+        rows = [["GPUs", "rows", *names, "all tokens/s", "days", "GPU-hours", "cost"]]
+        for size in self.all:
+            rows.append(
+                [
+                    f"{size.world:,}",
+                    str(size.plan.config.training.global_batch_size),
+                    *(FIGURES[name](size.plan) for name in names),
+                    show_rate(size.plan.tokens_per_second * size.world),
+                    show_rounded(size.days),
+                    show_rounded(size.run.gpu_hours),
+                    show_rounded(size.run.gpu_hours * (price or 0.0)),
+                ]
+            )
+        table = aligned(rows if price else [row[:-1] for row in rows])
+        return f"{table}\n{wrap(self._answer(price))}"
+
+    def _answer(self, price: float | None) -> str:
+        pick = self.pick
+        limit = f"{self.days or DAYS:g} days"
+        limit += "" if self.days else " (--days sets another limit)"
+        tokens = f"{show_tokens(pick.run.tokens)} tokens"
+        low, high = pick.plan.time_range(pick.days)
+        cost = f", cost {show_rounded(pick.run.gpu_hours * price)}" if price else ""
+        figures = (
+            f"{pick.world:,} x {pick.plan.hardware.name}, {pick.days:.3g} days ({low:.3g} to "
+            f"{high:.3g}), {show_rounded(pick.run.gpu_hours)} GPU-hours{cost}"
+        )
+        if pick.days <= (self.days or DAYS):
+            return f"The fewest that train {tokens} in {limit}: {figures}"
+        return (
+            f"None trains {tokens} in {limit}, the fastest is {figures}. "
+            "training.global_batch_size limits how many GPUs share a step"
+        )
 
 
 def compare_sizes(
@@ -57,90 +121,25 @@ def compare_sizes(
 
     Raises:
         ConfigError: the trainer would refuse the configuration on any number of GPUs.
-        UserError: it fits on none, or none is fast enough.
+        UserError: it fits on none.
     """
     sizes: list[Size] = []
-    pick = None
+    in_time: list[Size] = []
     refusal = None
     world = 1
-    while world <= COMPARED_GPUS or (pick is None and world <= MAX_GPUS):
+    while world <= COMPARED_GPUS or (not in_time and world <= MAX_GPUS):
         try:
             search = find_layouts(argv, world, hardware, show_configured=False, only_best=True)
         except ConfigError as error:
             refusal = error
         else:
-            for proposal in search.best:  # one or none
-                size = Size(proposal.plan, run_of(proposal.plan, tokens))
-                sizes.append(size)
-                if pick is None and (days is None or size.days <= days):
-                    pick = size
+            sizes += [Size(best.plan, run_of(best.plan, tokens)) for best in search.best]
+        in_time = [size for size in sizes if size.days <= (days or DAYS)]
         world *= 2
-    if not sizes and refusal is not None:
-        raise refusal
     if not sizes:
-        raise UserError(
+        raise refusal or UserError(
             f"nothing fits on up to {MAX_GPUS:,} x {hardware.name}; use a smaller "
             "training.seq_len, more training.loss_chunks, or optimizer.state_dtype bfloat16"
         )
-    if pick is None:
-        best = min(sizes, key=lambda size: size.days)
-        raise UserError(
-            f"--days {days:g}: up to {MAX_GPUS:,} x {hardware.name}, "
-            f"{show_tokens(best.run.tokens)} tokens take {best.days:.3g} days at best, on "
-            f"{best.world:,}; raise it, or training.global_batch_size, which limits how "
-            "many GPUs share a step"
-        )
+    pick = in_time[0] if in_time else min(sizes, key=lambda size: size.days)
     return Sizes(sizes, pick, days)
-
-
-def sizes_data(sizes: Sizes, price: float | None = None) -> list[dict[str, Any]]:
-    """The sizes, for JSON and the page.
-
-    Args:
-        price: of a GPU-hour.
-    """
-    return [
-        summary(size.plan)
-        | {
-            "chosen": size is sizes.pick,
-            "tokens_per_second": size.plan.tokens_per_second * size.world,
-            "tokens": size.run.tokens,
-            "days": size.days,
-            "range_days": size.plan.time_range(size.days),
-            "gpu_hours": size.run.gpu_hours,
-            "cost": size.run.gpu_hours * price if price else None,
-        }
-        for size in sizes.all
-    ]
-
-
-_COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "GPUs": ("world", "{:,}".format),
-    "layout": ("layout", layout_name),
-    "rows": ("global_batch_size", str),
-    "tokens/s per GPU": ("tokens_per_second_per_gpu", show_rate),
-    "tokens/s": ("tokens_per_second", show_rate),
-    "GiB": ("peak_gib", "{:.1f}".format),
-    "days": ("days", show_rounded),
-    "GPU-hours": ("gpu_hours", show_rounded),
-    "cost": ("cost", show_rounded),
-}
-"""Key in `sizes_data` and format of each column."""
-
-
-def sizes_table(sizes: Sizes, price: float | None = None) -> str:
-    """The sizes for a terminal. Arguments as for `sizes_data`."""
-    columns = {name: column for name, column in _COLUMNS.items() if price or name != "cost"}
-    rows = [
-        [text(size[key]) for key, text in columns.values()] for size in sizes_data(sizes, price)
-    ]
-    pick = sizes.pick
-    gpus = f"{pick.world:,} x {pick.plan.hardware.name}"
-    answer = f"The fewest that fit: {gpus}"
-    if sizes.days is not None:
-        low, high = pick.plan.time_range(pick.days)
-        answer = (
-            f"The fewest that train {show_tokens(pick.run.tokens)} tokens in {sizes.days:g} "
-            f"days: {gpus}, {pick.days:.3g} days ({low:.3g} to {high:.3g})"
-        )
-    return f"{aligned([[*columns], *rows])}\n{answer}"
