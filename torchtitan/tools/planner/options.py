@@ -43,7 +43,7 @@ def _add_budget(parser: argparse.ArgumentParser) -> None:
         "--days",
         type=number,
         metavar="D",
-        help="without --world: plan the fewest GPUs that train so many tokens in D days (default: 30)",
+        help="without --world: plan the fewest GPUs that train the tokens in D days (default: 30)",
     )
     add(
         "--money", type=number, metavar="PRICE", help="price of a GPU-hour: add the cost of the run"
