@@ -66,8 +66,7 @@ def main(argv: list[str]) -> int:
         hardware = find_or_measure(options.hardware or calibrate.hardware_of(run))
         flags = [calibrate.config_flag(run), *flags]
         plan = make_plan(flags, run.world, hardware)
-        figures = calibrate.comparison_data(run, plan), calibrate.comparison_text(run, plan)
-        output.add("measured", *figures)
+        output.add("measured", *calibrate.comparison(run, plan))
         if options.output:
             files[options.output] = calibrate.fitted_file(run, plan)
     else:
@@ -117,10 +116,11 @@ def _best_plan(
     hardware = find_or_measure(options.hardware)
     world = options.world
     if world is None:
-        sizes = compare_sizes(flags, hardware, tokens=options.tokens, days=options.days)
-        output.add("sizes", sizes.data(options.money), sizes.table(options.money))
+        budget = {"tokens": options.tokens, "days": options.days, "price": options.money}
+        sizes = compare_sizes(flags, hardware, **budget)
+        output.add("sizes", sizes.data(), sizes.table())
         plan = sizes.pick.plan
-        world = sizes.pick.world
+        world = plan.workload.world
     elif not options.search:
         plan = make_plan(flags, world, hardware)
     if options.search:

@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 from torchtitan.tools.planner.cpu import CPU
 from torchtitan.tools.planner.hardware import Hardware, hardware_with, load_hardware, to_table
 from torchtitan.tools.planner.memory import GIB
-from torchtitan.tools.planner.predict import Plan, predict
+from torchtitan.tools.planner.predict import Plan, ends, predict
 from torchtitan.tools.reports.folder import CONFIG, METRICS, read_folder
 from torchtitan.tools.reports.records import read_records
 from torchtitan.utils.errors import ConfigError, UserError
@@ -125,69 +125,50 @@ def hardware_of(run: RunMeasurements) -> str:
 # ---- comparison
 
 
-class Figure(NamedTuple):
-    """A planned figure beside the measured one."""
-
-    name: str
-    prediction: float | None
-    """None if the plan has no such figure."""
-    measurement: float
-    range: Sequence[float] | None
-    """Lowest and highest figure of 90 % of such runs; None if the plan states no range."""
-
-    def row(self) -> list[str]:
-        """The cells of a table's row; the difference is relative to the plan."""
-        digits = ",.0f" if max(self.prediction or 0.0, self.measurement) >= 1000 else ".3g"
-        prediction, measurement = (
-            "-" if value is None else f"{value:{digits}}"
-            for value in (self.prediction, self.measurement)
-        )
-        ends = " to ".join(f"{end:{digits}}" for end in self.range or ())
-        difference = f"{self.measurement / self.prediction - 1:+.1%}" if self.prediction else "-"
-        if self.range and not self.range[0] <= self.measurement <= self.range[1]:
-            difference += ", outside"
-        return [self.name, prediction, ends or "-", measurement, difference]
-
-
-def figures(run: RunMeasurements, plan: Plan) -> list[Figure]:
-    """A run beside its plan. Memory is rank 0's on both sides."""
+def comparison(run: RunMeasurements, plan: Plan) -> tuple[dict[str, Any], str]:
+    """A run beside its plan, for JSON and for a terminal. Memory is rank 0's on both sides."""
     step = plan.time.seconds
     steps = plan.time_range(step)
     peak = None if run.device == CPU else plan.memory[0].reserved / GIB
-    band = plan.memory_band
-    peaks = None if peak is None else (peak * (1 - band), peak * (1 + band))
-    computing = run.step_s - run.data_s
-    return [
-        Figure("tokens/s per GPU", plan.tokens_per_second, run.tokens_per_second, plan.speed_range),
-        Figure("step, s", step, run.step_s, steps),
-        Figure("waiting for data, s", 0.0, run.data_s, None),
-        Figure("computing and communicating, s", step, computing, steps),
-        Figure("peak memory, GiB", peak, run.peak_gib, peaks),
-    ]
-
-
-def comparison_text(run: RunMeasurements, plan: Plan) -> str:
-    """A run beside its plan, for a terminal."""
-    head = f"{run.folder}: median of {plural(run.records, 'record')} on {run.world} x {run.device}"
-    rows = [["", "planned", "range", "measured", "difference"]]
-    rows += [figure.row() for figure in figures(run, plan)]
-    text = f"{head}\n{aligned(rows)}"
-    if run.device == CPU:
-        text += "\nPeak memory on a CPU is the whole process's, which no plan predicts"
-    return text
-
-
-def comparison_data(run: RunMeasurements, plan: Plan) -> dict[str, Any]:
-    """A run beside its plan, for JSON."""
-    return {
+    figures: dict[str, tuple[float | None, Sequence[float], float]] = {
+        "tokens/s per GPU": (plan.tokens_per_second, plan.speed_range, run.tokens_per_second),
+        "step, s": (step, steps, run.step_s),
+        "waiting for data, s": (0.0, (), run.data_s),
+        "computing and communicating, s": (step, steps, run.step_s - run.data_s),
+        "peak memory, GiB": (peak, ends(peak, plan.memory_band) if peak else (), run.peak_gib),
+    }
+    data = {
         "folder": str(run.folder),
         "records": run.records,
         "device": run.device,
         "figures": {
-            figure.name: {"measured": figure.measurement, "planned": figure.prediction}
-            for figure in figures(run, plan)
+            name: {"measured": measurement, "planned": prediction}
+            for name, (prediction, _, measurement) in figures.items()
         },
     }
+    rows = [["", "planned", "range", "measured", "difference"]]
+    rows += [[name, *_cells(*figure)] for name, figure in figures.items()]
+    head = f"{run.folder}: median of {plural(run.records, 'record')} on {run.world} x {run.device}"
+    text = f"{head}\n{aligned(rows)}"
+    if run.device == CPU:
+        text += "\nPeak memory on a CPU is the whole process's, which no plan predicts"
+    return data, text
+
+
+def _cells(prediction: float | None, ends: Sequence[float], measurement: float) -> list[str]:
+    """A figure in a table. The difference is relative to the plan.
+
+    Args:
+        prediction: None if the plan has none.
+        ends: the range of 90 % of such runs.
+    """
+    digits = ",.0f" if max(prediction or 0.0, measurement) >= 1000 else ".3g"
+    between = " to ".join(f"{end:{digits}}" for end in ends)
+    difference = f"{measurement / prediction - 1:+.1%}" if prediction else "-"
+    if ends and not ends[0] <= measurement <= ends[1]:
+        difference += ", outside"
+    plan = "-" if prediction is None else f"{prediction:{digits}}"
+    return [plan, between or "-", f"{measurement:{digits}}", difference]
 
 
 # ---- fit

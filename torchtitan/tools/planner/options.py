@@ -12,91 +12,67 @@ from torchtitan.utils.assets import shipped_configs
 
 def options_of(description: str | None) -> argparse.ArgumentParser:
     parser = command_parser("plan", description)
-    add = parser.add_argument
-    add(
-        "--world",
-        type=count,
-        metavar="N",
-        help="number of ranks; without it, the best plans on 1, 2, 4, ... GPUs are compared",
-    )
-    add(
-        "--hardware",
-        type=path_or_url,
-        metavar="NAME",
-        help=f"one of {', '.join(load_hardware())}, or a TOML file; required",
-    )
-    _add_budget(parser)
-    _add_search(parser)
-    _add_outputs(parser)
-    return parser
-
-
-def _add_budget(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--tokens",
-        type=number,
-        metavar="N",
-        help="tokens to train on, for example 15e12 (default: those of training.steps)",
-    )
-    add(
-        "--days",
-        type=number,
-        metavar="D",
-        help="without --world: plan the fewest GPUs that train the tokens in D days (default: 30)",
-    )
-    add(
-        "--money", type=number, metavar="PRICE", help="price of a GPU-hour: add the cost of the run"
-    )
-
-
-def _add_search(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
+    parser.add_argument(
         "--search",
         action="store_true",
         help="find the best layouts of this model and batch, and plan the first",
     )
-    add(
+    parser.add_argument(
         "--compare",
         nargs="+",
         metavar="TOML",
         help="compare two TOML files, or CONFIG.toml with another, side by side",
     )
-
-
-def _add_outputs(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--write",
-        type=path_or_url,
-        metavar="FILE",
-        help="write the planned configuration as a TOML file, ready to train",
-    )
-    add(
-        "--json",
-        type=path_or_url,
-        metavar="FILE",
-        help="write the plan as JSON; - prints it, and nothing else",
-    )
-    add(
-        "--html",
-        type=path_or_url,
-        metavar="FILE",
-        help="write a page with charts, and its figures as JSON beside it",
-    )
-    add(
-        "--from-run",
-        type=Path,
-        metavar="DIR",
-        help="print the plan of the run in this dump folder beside its measurements",
-    )
-    add(
-        "--output",
-        type=path_or_url,
-        metavar="FILE",
-        help="with --from-run: write a hardware file that is fitted to the run, for --hardware",
-    )
+    hardware = f"one of {', '.join(load_hardware())}, or a TOML file; required"
+    for name, kind, metavar, text in (
+        (
+            "--world",
+            count,
+            "N",
+            "number of ranks; without it, the best plans on 1, 2, 4, ... GPUs are compared",
+        ),
+        ("--hardware", path_or_url, "NAME", hardware),
+        (
+            "--tokens",
+            number,
+            "N",
+            "tokens to train on, for example 15e12 (default: those of training.steps)",
+        ),
+        (
+            "--days",
+            number,
+            "D",
+            "without --world: plan the fewest GPUs that train the tokens in D days (default: 30)",
+        ),
+        ("--money", number, "PRICE", "price of a GPU-hour: add the cost of the run"),
+        (
+            "--write",
+            path_or_url,
+            "FILE",
+            "write the planned configuration as a TOML file, ready to train",
+        ),
+        ("--json", path_or_url, "FILE", "write the plan as JSON; - prints it, and nothing else"),
+        (
+            "--html",
+            path_or_url,
+            "FILE",
+            "write a page with charts, and its figures as JSON beside it",
+        ),
+        (
+            "--from-run",
+            Path,
+            "DIR",
+            "print the plan of the run in this dump folder beside its measurements",
+        ),
+        (
+            "--output",
+            path_or_url,
+            "FILE",
+            "with --from-run: write a hardware file that is fitted to the run, for --hardware",
+        ),
+    ):
+        parser.add_argument(name, type=kind, metavar=metavar, help=text)
+    return parser
 
 
 def parse(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:

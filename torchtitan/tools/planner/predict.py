@@ -81,7 +81,7 @@ class Plan:
     @property
     def speed_range(self) -> tuple[float, float]:
         """Tokens/s per GPU between which 90 % of such plans are."""
-        return _range(self.tokens_per_second, self.speed_band)
+        return ends(self.tokens_per_second, self.speed_band)
 
     def time_range(self, duration: float) -> tuple[float, float]:
         """`duration`, which is at this plan's speed, at the ends of `speed_range`."""
@@ -95,7 +95,7 @@ class Plan:
     @property
     def peak_range(self) -> tuple[float, float]:
         """GiB between which 90 % of such plans' peaks are."""
-        return _range(self.peak_gib, self.memory_band)
+        return ends(self.peak_gib, self.memory_band)
 
     @property
     def chance_to_fit(self) -> float:
@@ -114,11 +114,6 @@ class Plan:
             return None
         flops = self.spec.flops_per_token(self.workload.args, self.workload.seq_len)
         return flops * self.tokens_per_second / self.hardware.bf16
-
-    @property
-    def mfu_range(self) -> tuple[float, float] | None:
-        """MFU between which 90 % of such plans are."""
-        return None if self.mfu is None else _range(self.mfu, self.speed_band)
 
     @property
     def checkpointing(self) -> str:
@@ -144,7 +139,8 @@ class Plan:
         return replace(self, notes=(*self.notes, *notes))
 
 
-def _range(figure: float, band: float) -> tuple[float, float]:
+def ends(figure: float, band: float) -> tuple[float, float]:
+    """The range of a figure with a relative error."""
     return figure * (1 - band), figure * (1 + band)
 
 

@@ -167,8 +167,5 @@ def with_baseline(proposals: list[Proposal], baseline: Plan) -> list[Proposal]:
 
 def _is_same(plan: Plan, other: Plan) -> bool:
     """Whether two configurations differ in nothing that matters to a plan."""
-    figures = attrgetter(
-        *("layout", "schedule", "checkpointing", "tokens_per_second"),
-        *("workload.tokens", "workload.microbatches"),
-    )
+    figures = attrgetter("layout", "schedule", "checkpointing", "tokens_per_second", "peak_gib")
     return bool(figures(plan) == figures(other))

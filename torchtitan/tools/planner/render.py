@@ -10,7 +10,7 @@ from typing import Any
 from torchtitan.config.derive import layout_name
 from torchtitan.tools.planner.advice import advice, largest_costs, show_settings
 from torchtitan.tools.planner.memory import CATEGORIES, GIB
-from torchtitan.tools.planner.predict import Plan
+from torchtitan.tools.planner.predict import Plan, ends
 from torchtitan.tools.planner.search import SearchResult
 from torchtitan.tools.web import web_page
 from torchtitan.utils.wording import (
@@ -117,11 +117,11 @@ def _memory_table(plan: Plan) -> str:
         else:
             rows.append([str(rank), *cells])
     verdict = "fits in" if plan.fits else "DOES NOT FIT in"
-    ends = _between(plan.peak_range, "{:.1f}".format)
+    peaks = _between(plan.peak_range, "{:.1f}".format)
     verdict += (
         f" {usable:.1f} of {plan.hardware.memory_gib:.1f}, chance {likelihood(plan.chance_to_fit)}"
     )
-    return f"Memory, GiB: {verdict}; peak {plan.peak_gib:.1f} ({ends})\n{aligned(rows)}"
+    return f"Memory, GiB: {verdict}; peak {plan.peak_gib:.1f} ({peaks})\n{aligned(rows)}"
 
 
 def _host_line(plan: Plan) -> list[str]:
@@ -145,8 +145,9 @@ def _step_line(plan: Plan) -> str:
         f"Step {step:.3g} s ({_between(plan.time_range(step), '{:.3g}'.format)})",
         f"{show_rate(speed)} tokens/s per GPU ({_between(plan.speed_range, show_rate)})",
     ]
-    if plan.mfu and plan.mfu_range:
-        figures.append(f"MFU {_percent(plan.mfu)} ({_between(plan.mfu_range, _percent)})")
+    if plan.mfu:
+        mfu_range = ends(plan.mfu, plan.speed_band)
+        figures.append(f"MFU {_percent(plan.mfu)} ({_between(mfu_range, _percent)})")
     bubble = f"; bubble {_percent(plan.time.bubble)} of the step" if plan.schedule else ""
     return wrap(", ".join(figures) + bubble)
 
@@ -215,8 +216,8 @@ def comparison(this: Plan, other: Plan) -> str:
     return aligned(rows)
 
 
-def _between(ends: Iterable[float], text: Callable[[float], str]) -> str:
-    return " to ".join(map(text, ends))
+def _between(figures: Iterable[float], text: Callable[[float], str]) -> str:
+    return " to ".join(map(text, figures))
 
 
 def _percent(share: float) -> str:
@@ -322,7 +323,7 @@ def _time_data(plan: Plan) -> dict[str, Any]:
         "ranges": {
             "step_s": plan.time_range(step),
             "tokens_per_second_per_gpu": plan.speed_range,
-            "mfu": plan.mfu_range,
+            "mfu": plan.mfu and ends(plan.mfu, plan.speed_band),
         },
         "parts_s": plan.time.by_cause,
     }

@@ -9,7 +9,6 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 from torchtitan.config.derive import data_parallel_degree, divisors
@@ -88,10 +87,8 @@ def search(
     state.frontier.worthwhile = ALIKE if only_best else WORTHWHILE
     for layout in layouts(config, spec, args, world):
         state.price_layout(layout)
-    best = [
-        Proposal(predict(candidate.workload, spec, hardware), why)
-        for candidate, why in propose(state.frontier)[: 1 if only_best else None]
-    ]
+    picks = propose(state.frontier)[: 1 if only_best else None]
+    best = [Proposal(predict(pick.workload, spec, hardware), why) for pick, why in picks]
     if best and baseline is not None:
         best = with_baseline(best, baseline)
     return SearchResult(
@@ -184,7 +181,7 @@ class _Search:
             *(size, mode.mode),
         )
         if key not in self._speeds:
-            w = self._workload(_sized(layout, size, size, mode))
+            w = self._workload(_sized(layout, size, size, mode, order={}))
             seconds = passes(w, self.hardware).seconds(w)
             self._speeds[key] = w.tokens_per_step / seconds / self.world
         return self._speeds[key]
@@ -250,11 +247,7 @@ class _Search:
 
 
 def _sized(
-    layout: Config,
-    rows: int,
-    size: int,
-    mode: ActivationCheckpoint,
-    order: Mapping[str, Any] = MappingProxyType({}),
+    layout: Config, rows: int, size: int, mode: ActivationCheckpoint, order: Mapping[str, Any]
 ) -> Config:
     """A layout with a microbatch size, a mode and a schedule.
 

@@ -27,14 +27,12 @@ MAX_GPUS = 16_384
 
 @dataclass(frozen=True)
 class Size:
-    """The best plan on a number of GPUs."""
+    """The best plan on a number of GPUs, and the run by it."""
 
     plan: Plan
     run: TrainingRun
-
-    @property
-    def world(self) -> int:
-        return self.plan.workload.world
+    cost: float | None
+    """None without a price."""
 
     @property
     def days(self) -> float:
@@ -51,66 +49,62 @@ class Sizes:
     days: float | None
     """The limit that the user set."""
 
-    def data(self, price: float | None) -> list[dict[str, Any]]:
-        """The sizes, for JSON and the page.
-
-        Args:
-            price: of a GPU-hour.
-        """
+    def data(self) -> list[dict[str, Any]]:
+        """The sizes, for JSON and the page."""
         return [
             summary(size.plan)
             | {
                 "chosen": size is self.pick,
-                "tokens_per_second": size.plan.tokens_per_second * size.world,
+                "tokens_per_second": size.run.tokens / size.run.hours / 3600,
                 "tokens": size.run.tokens,
                 "days": size.days,
                 "range_days": size.plan.time_range(size.days),
                 "gpu_hours": size.run.gpu_hours,
-                "cost": size.run.gpu_hours * price if price else None,
+                "cost": size.cost,
             }
             for size in self.all
         ]
 
-    def table(self, price: float | None) -> str:
-        """The sizes and the answer, for a terminal. Argument as for `data`."""
+    def table(self) -> str:
+        """The sizes and the answer, for a terminal."""
         names = ["layout", "tokens/s", "GiB"]
         rows = [["GPUs", "rows", *names, "all tokens/s", "days", "GPU-hours", "cost"]]
-        for size in self.all:
-            rows.append(
-                [
-                    f"{size.world:,}",
-                    str(size.plan.config.training.global_batch_size),
-                    *(FIGURES[name](size.plan) for name in names),
-                    show_rate(size.plan.tokens_per_second * size.world),
-                    show_rounded(size.days),
-                    show_rounded(size.run.gpu_hours),
-                    show_rounded(size.run.gpu_hours * (price or 0.0)),
-                ]
-            )
-        table = aligned(rows if price else [row[:-1] for row in rows])
-        return f"{table}\n{wrap(self._answer(price))}"
+        for size, data in zip(self.all, self.data(), strict=True):
+            figures = (FIGURES[name](size.plan) for name in names)
+            totals = (data[key] or 0.0 for key in ("days", "gpu_hours", "cost"))
+            speed = show_rate(data["tokens_per_second"])
+            rows.append([f"{data['world']:,}", str(data["global_batch_size"]), *figures, speed])
+            rows[-1] += map(show_rounded, totals)
+        priced = self.pick.cost is not None
+        return f"{aligned(rows if priced else [row[:-1] for row in rows])}\n{wrap(self._answer())}"
 
-    def _answer(self, price: float | None) -> str:
-        pick = self.pick
+    def _answer(self) -> str:
+        plan, run = self.pick.plan, self.pick.run
         limit = f"{self.days or DAYS:g} days"
         limit += "" if self.days else " (--days sets another limit)"
-        tokens = f"{show_tokens(pick.run.tokens)} tokens"
-        low, high = pick.plan.time_range(pick.days)
-        cost = f", cost {show_rounded(pick.run.gpu_hours * price)}" if price else ""
+        task = f"{show_tokens(run.tokens)} tokens in {limit}"
+        low, high = plan.time_range(self.pick.days)
         figures = (
-            f"{pick.world:,} x {pick.plan.hardware.name}, {pick.days:.3g} days ({low:.3g} to "
-            f"{high:.3g}), {show_rounded(pick.run.gpu_hours)} GPU-hours{cost}"
+            f"{plan.workload.world:,} x {plan.hardware.name}, {self.pick.days:.3g} days "
+            f"({low:.3g} to {high:.3g}), {show_rounded(run.gpu_hours)} GPU-hours"
         )
-        if pick.days <= (self.days or DAYS):
-            return f"The fewest that train {tokens} in {limit}: {figures}"
+        if self.pick.cost is not None:
+            figures += f", cost {show_rounded(self.pick.cost)}"
+        if self.pick.days <= (self.days or DAYS):
+            return f"The fewest that train {task}: {figures}"
         return (
-            f"None trains {tokens} in {limit}, the fastest is {figures}. "
-            "training.global_batch_size limits how many GPUs share a step"
+            f"None trains {task}, the fastest is {figures}. training.global_batch_size limits how "
+            "many GPUs share a step"
         )
 
 
 def compare_sizes(
-    argv: list[str], hardware: Hardware, *, tokens: float | None = None, days: float | None = None
+    argv: list[str],
+    hardware: Hardware,
+    *,
+    tokens: float | None = None,
+    days: float | None = None,
+    price: float | None = None,
 ) -> Sizes:
     """Search for the best layout on each number of GPUs.
 
@@ -118,6 +112,7 @@ def compare_sizes(
         argv: configuration flags.
         tokens: to train on. Default: the tokens of `training.steps`.
         days: the time to do so.
+        price: of a GPU-hour.
 
     Raises:
         ConfigError: the trainer would refuse the configuration on any number of GPUs.
@@ -133,7 +128,9 @@ def compare_sizes(
         except ConfigError as error:
             refusal = error
         else:
-            sizes += [Size(best.plan, run_of(best.plan, tokens)) for best in search.best]
+            for plan in (proposal.plan for proposal in search.best):  # one or none
+                run = run_of(plan, tokens)
+                sizes.append(Size(plan, run, cost=price and price * run.gpu_hours))
         in_time = [size for size in sizes if size.days <= (days or DAYS)]
         world *= 2
     if not sizes:
