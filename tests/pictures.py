@@ -1,9 +1,10 @@
 """The pictures of README.md and the documents, made from what the commands print today.
 
+    python -m tests.pictures                # the plan's page alone
     python -m tests.faults.week /tmp/week
-    python -m tests.pictures /tmp/week/run
+    python -m tests.pictures /tmp/week/run  # all, with the report's page of that run
 
-They need Chromium and some minutes; the run is for the report's page.
+They need Chromium and some minutes.
 """
 
 import html
@@ -69,23 +70,25 @@ def terminal(folder: Path, last: str) -> str:
 
 
 def main() -> None:
-    week = Path(sys.argv[1]).resolve()
     with tempfile.TemporaryDirectory() as profile, tempfile.TemporaryDirectory() as name:
         folder = workspace(Path(name))
         (example,) = (b for b in BLOCKS if b.page == "plan.md" and "--html" in b.text)
         run(example.lines[0], folder)
-        report = f"torchtitan report {week} --html {folder}/report.html"
-        run(report, folder)
-        overview = terminal(folder, "torchtitan report outputs/week --html week.html")
-        (folder / "overview.html").write_text(
-            OVERVIEW.format(terminal=overview, report="report.html")
-        )
+        pages = {"plan": "outputs/70b-32k"}
+        if sys.argv[1:]:
+            run(f"torchtitan report {Path(sys.argv[1]).resolve()} --html report.html", folder)
+            pages["report"] = "report"
         with browser(Path(profile)) as chromium:
-            for image, page in (("plan", "outputs/70b-32k"), ("report", "report")):
+            for image, page in pages.items():
                 chromium.open((folder / f"{page}.html").as_uri(), 1040, scale=0.7)
                 chromium.screenshot(IMAGES / f"{image}-page.png")
-            chromium.open((folder / "overview.html").as_uri(), 1560, height=880)
-            chromium.screenshot(IMAGES / "overview.png", full=False)
+            if "report" in pages:
+                overview = terminal(folder, "torchtitan report outputs/week --html week.html")
+                (folder / "overview.html").write_text(
+                    OVERVIEW.format(terminal=overview, report="report.html")
+                )
+                chromium.open((folder / "overview.html").as_uri(), 1560, height=880)
+                chromium.screenshot(IMAGES / "overview.png", full=False)
 
 
 if __name__ == "__main__":

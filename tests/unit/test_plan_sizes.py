@@ -51,7 +51,8 @@ def test_without_days_the_fewest_gpus_that_train_in_a_month(capsys, monkeypatch)
     out = " ".join(capsys.readouterr().out.split())
     answer = re.search(
         r"The fewest that train 100B tokens in 30 days \(--days sets another limit\): "
-        r"8 x h100-sxm, ([\d.]+) days \(.* to .*\), ([\d,]+) GPU-hours, cost ([\d,]+) llama3 8B on 8 x h100-sxm",
+        r"8 x h100-sxm, ([\d.]+) days \(.* to .*\), ([\d,]+) GPU-hours, cost ([\d,]+) "
+        "llama3 8B on 8 x h100-sxm",
         out,
     )
     days, hours, cost = (float(figure.replace(",", "")) for figure in answer.groups())

@@ -120,17 +120,18 @@ class Change:
 
 
 def faster(plan: Plan) -> list[Change]:
-    """Legal changes that speed up training on the same ranks, the best first, misfits last."""
+    """Legal changes that fit and speed up training on the same ranks, the best first."""
     changes = []
     for settings, config in _neighbour_configs(plan.workload):
         if not _trains_alike(settings) or ranks_of(config) != plan.workload.world:
             continue
-        if (after := replan(plan, config)) is None:
+        after = replan(plan, config)
+        if after is None or not after.fits:
             continue
         speedup = after.tokens_per_second / plan.tokens_per_second
         if speedup > _FASTER:
             changes.append(Change(settings, after, speedup - 1, cause=_most_shortened(plan, after)))
-    return sorted(changes, key=lambda change: (not change.after.fits, -change.gain))
+    return sorted(changes, key=lambda change: -change.gain)
 
 
 def _most_shortened(before: Plan, after: Plan) -> str:

@@ -79,14 +79,11 @@ def _in_flight_of_file(pipeline: PipelinePlan, rank: int, transfers: int) -> InF
     moments = []
     for (action,) in _orders(pipeline.csv_file)[rank]:
         unfinished[action.stage] += action.kind == "F"
-        moments.append(
-            (sum(unfinished.values()), sum(postponed.values()), dict(unfinished), dict(postponed))
-        )
+        moments.append(InFlight(dict(unfinished), transfers, dict(postponed)))
         if action.stage:
             postponed[action.stage] += (action.kind == "I") - (action.kind == "W")
         unfinished[action.stage] -= action.kind in "BW"
-    _, _, most, waiting = max(moments, key=lambda moment: moment[:2])
-    return InFlight(most, transfers, waiting)
+    return max(moments, key=lambda m: (sum(m.microbatches.values()), sum(m.postponed.values())))
 
 
 @dataclass(frozen=True)

@@ -104,14 +104,8 @@ def _memory_table(plan: Plan) -> str:
     rows = [["pp", *names, "peak", "headroom"]]
     for rank, memory in enumerate(plan.memory):
         peak = memory.reserved / GIB
-        cells = [
-            f"{gib:.1f}"
-            for gib in (
-                *(memory.by_category[name] / GIB for name in CATEGORIES),
-                peak,
-                usable - peak,
-            )
-        ]
+        sizes = [memory.by_category[name] / GIB for name in CATEGORIES]
+        cells = [f"{gib:.1f}" for gib in (*sizes, peak, usable - peak)]
         if rows[-1][1:] == cells:
             rows[-1][0] = f"{rows[-1][0].split('-')[0]}-{rank}"
         else:
@@ -164,8 +158,7 @@ def _cost_lines(plan: Plan) -> Iterator[str]:
     for cause, changes in largest_costs(plan).items():
         yield f"  {plan.time.by_cause[cause] / plan.time.seconds:4.0%}  {cause}"
         for change in changes:
-            fit = "" if change.after.fits else ", DOES NOT FIT"
-            effect = f"{change.gain:+.0%} speed, {show_gib(change.after.peak_gib)}{fit}"
+            effect = f"{change.gain:+.0%} speed, {show_gib(change.after.peak_gib)}"
             yield wrap(f"        {effect}: {show_settings(change.settings)}")
 
 
