@@ -7,7 +7,7 @@ Float8 stay as configured.
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -138,10 +138,12 @@ class _Search:
             ] += 1
             return
         pp = layout.parallelism.pipeline_parallel_degree
+        if rows < pp:  # too few microbatches
+            return
         sizes = divisors(rows, rows // pp)
         schedules = orders(pp, self._layers)
         self.seen += len(self._modes) * len(sizes) * len(schedules)
-        leanest = self._leanest(layout, rows, sizes, schedules[0])
+        leanest = self._leanest(layout, rows, schedules[0])
         if leanest is None or leanest.gib > self.hardware.usable_gib:
             return
         for mode in self._modes:
@@ -160,13 +162,10 @@ class _Search:
                     if pp > 1 and not fits:  # nor do larger microbatches
                         break
 
-    def _leanest(
-        self, layout: Config, rows: int, sizes: Sequence[int], schedule: Mapping[str, Any]
-    ) -> Candidate | None:
+    def _leanest(self, layout: Config, rows: int, schedule: Mapping[str, Any]) -> Candidate | None:
         """The configuration of a layout that needs the least memory; None if none is legal."""
-        if layout.parallelism.pipeline_parallel_degree == 1:
-            sizes = [sizes[0], sizes[-1]]  # gradients of several batches may need more than one
-        configs = [_sized(layout, rows, n, self._modes[0], schedule) for n in sizes[:2]]
+        sizes = {1} if schedule else {1, rows}  # one batch may need less than the sum of several
+        configs = [_sized(layout, rows, size, self._modes[0], schedule) for size in sizes]
         candidates = filter(None, map(self._candidate, configs))
         leanest = min(candidates, key=lambda c: c.gib, default=None)
         if leanest and leanest.gib < self.smallest and self._is_legal(leanest.workload.config):
