@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from tests import families
+from tests.chats import CHATML, LLAMA3, say, write_tokenizer
 from tests.distributed.lm_eval_tasks import write_tasks
 from tests.runs import EXPERTS, arguments, losses, train
 from torchtitan.commands import ckpt
 from torchtitan.commands import eval as command
+from torchtitan.data.encode.tokenizer import build_tokenizer
 from torchtitan.tools.reports.collect import collect
 from torchtitan.utils.assets import find_asset
 from torchtitan.utils.process import run_main
@@ -118,6 +120,28 @@ def test_scores_are_those_of_the_hf_backend(ranks, folder, expected, world, layo
     )
 
 
+@pytest.mark.parametrize("template", [CHATML, LLAMA3])
+def test_the_chat_template_asks_as_in_the_hf_backend(tmp_path, template):
+    from transformers import AutoTokenizer
+
+    from torchtitan.inference.lm_eval_model import HarnessModel
+
+    path = write_tokenizer(tmp_path, template)
+    model = HarnessModel(None, build_tokenizer(str(path)), chat=True)
+    theirs = AutoTokenizer.from_pretrained(path)
+    asked = say("2 + 2?", "4.", "3 + 3?", system="Be brief.")
+    for messages, new_turn in ((asked, True), (say("2 + 2?", " It is "), False)):
+        text = theirs.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=new_turn,
+            continue_final_message=not new_turn,
+        )
+        assert model.apply_chat_template(messages, new_turn) == text
+        ids = theirs.encode(text, add_special_tokens=False)
+        assert model.tok_encode(text) == [0, *ids[int(ids[0] == 0) :]]
+
+
 def score(capsys, *argv):
     status = run_main(command.main, [str(arg) for arg in argv])
     return status, *capsys.readouterr()
@@ -125,7 +149,10 @@ def score(capsys, *argv):
 
 def test_a_run_scores_itself_as_the_command_scores_its_checkpoint(ranks, folder, tmp_path, capsys):
     """And is the same run as without, bit for bit."""
+    (tmp_path / "chat").write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
     tasks = [
+        "--eval.chat",
+        f"--model.chat_template={tmp_path / 'chat'}",
         f"--eval.include_path={folder / 'tasks'}",
         "--eval.tasks=own_choice,own_rolling",
         "--eval.freq=3",
@@ -142,6 +169,7 @@ def test_a_run_scores_itself_as_the_command_scores_its_checkpoint(ranks, folder,
         tmp_path / "out",
         "--tasks=own_choice,own_rolling",
         "--limit=6",
+        "--chat",
         "--output",
         output,
     ]
@@ -161,7 +189,7 @@ def test_a_run_scores_itself_as_the_command_scores_its_checkpoint(ranks, folder,
     assert shown["evals"]["own_choice/acc"]["error"] == [
         record["eval/own_choice/acc_stderr"] for record in records
     ]
-    scored = shown["evals"]["own_choice/acc (torchtitan eval, limit 6)"]
+    scored = shown["evals"]["own_choice/acc (torchtitan eval, limit 6, chat template)"]
     assert (scored["step"], scored["value"]) == ([4], [found["own_choice/acc"]])
 
 

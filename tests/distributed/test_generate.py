@@ -279,7 +279,7 @@ def test_prompts_with_line_breaks_and_a_full_context(run, capsys, tmp_path):
         "no.jsonl, line 2: Expecting value"
         in generate_text(capsys, *ask[:1], f"--prompts-file={tmp_path / 'no.jsonl'}")[2]
     )
-    assert "prompt 2: " in generate_text(capsys, *ask)[2], "no chat template"
+    assert "--prompts-file: the tokenizer of" in generate_text(capsys, *ask)[2], "no chat template"
     assets = f"--assets={tmp_path / 'chat'}"
     assert (
         "prompt 2 has the token 2049, which is not in the model's"

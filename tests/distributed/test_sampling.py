@@ -53,10 +53,16 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("world", "layout"), LAYOUTS)
 def test_greedy_texts_are_those_of_plain_forwards(ranks, tmp_path, world, layout):
+    """On one rank, of what a chat template makes of the prompts."""
+    prompts = PROMPTS
+    if world == 1:
+        (tmp_path / "chat").write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
+        layout = [*layout, "--sampling.chat", f"--model.chat_template={tmp_path / 'chat'}"]
+        prompts = [f"<{prompt}>" for prompt in PROMPTS]
     run = ranks(world, train, arguments(tmp_path, *ASKED, *layout), timeout=240)[0]
     found = samples(tmp_path / "out")
     assert [(step, prompt) for step, prompt, *_ in found] == [
-        (s, p) for s in (3, 4) for p in PROMPTS
+        (s, p) for s in (3, 4) for p in prompts
     ]
     setup = preflight(resolve(arguments(tmp_path), 1).config)
     model = setup.spec.build(setup.args, attention_backend("cpu"))
@@ -89,6 +95,8 @@ def test_a_prompt_that_leaves_no_room_is_refused(tmp_path):
     argv = arguments(tmp_path, f"--sampling.prompts={json.dumps(['word ' * 40])}")
     with pytest.raises(ConfigError, match=r"sampling\.prompts: .* tokens; the model reads 32"):
         preflight(resolve(argv, 1).config)
+    with pytest.raises(ConfigError, match=r"sampling\.chat: .* no chat template; name a file"):
+        preflight(resolve([*argv, "--sampling.chat"], 1).config)
 
 
 def test_texts_reach_tensorboard(ranks, tmp_path):

@@ -219,6 +219,21 @@ def test_preflight_refuses_a_tokenizer_that_does_not_fit(folder, tmp_path):
     assert f"the chat template in {tmp_path}/chat_template.jinja can't be parsed" in found
 
 
+def test_samples_of_conversations_are_asked_for_their_template(folder):
+    name = f"dataset_path = '{folder / 'chats.jsonl'}', messages_column = 'messages'"
+    text = f"{{name = 'b', dataset_path = '{folder / 'chats.jsonl'}'}}"
+    for more, chat, warns in (
+        ("", "false", True),
+        ("", "true", False),
+        (f", {text}", "false", False),
+    ):
+        flags = [f"--model.hf_assets_path={folder / 'tokenizer'}", "--sampling.prompts=Hi"]
+        flags += [f"--training.sources=[{{name = 'a', {name}}}{more}]", f"--sampling.chat={chat}"]
+        flags += ["--model.overrides.vocab_size=4096"]
+        words = "".join(preflight(resolve(flags, 1).config, output=False).warnings)
+        assert ("set sampling.chat = true" in words) == warns
+
+
 def test_tokenize_completes_only_parts_of_the_same_template(folder, tmp_path):
     flags = ["--input", str(folder / "chats.jsonl"), "--output", str(tmp_path / "out")]
     flags += ["--tokenizer", str(tmp_path), "--workers", "1", "--messages-column", "messages"]

@@ -125,7 +125,6 @@ REFUSED = {
     "training.document_mask": ["--training.document_mask"],
     'training.packing = "best_fit"': ["--training.packing=best_fit"],
     "eval.enable": ["--eval.enable", "--eval.tasks=a"],
-    "sampling.prompts: an empty prompt": ['--sampling.prompts=[""]'],
 }
 
 
@@ -141,6 +140,14 @@ def test_what_needs_an_end_refuses_at_the_start(made, tmp_path, key):
     argv += ["--model.end_of_document=b"]
     if key != "eval.enable":  # there is no such task
         preflight(resolve(argv, 1).config)
+
+
+def test_an_empty_prompt_needs_a_token(made, tmp_path):
+    argv = [f"--model.hf_assets_path={made}", f"--job.dump_folder={tmp_path / 'out'}"]
+    argv += [f"--training.dataset_path={tmp_path / 'text.jsonl'}", '--sampling.prompts=["b", ""]']
+    with pytest.raises(ConfigError, match=r"sampling\.prompts: prompt 2 has no tokens"):
+        preflight(resolve(argv, 1).config)
+    preflight(resolve([*argv, "--model.end_of_document=b"], 1).config)
 
 
 def test_other_places_that_need_an_end(made, tmp_path):

@@ -63,6 +63,7 @@ def _eval(argv: list[str], rank: int) -> int:
             include_path=options.include_path,
             num_fewshot=options.num_fewshot,
             limit=options.limit,
+            chat=options.chat,
         )
         sizes = {
             "rows": options.batch_size,
@@ -89,7 +90,7 @@ def _record(checkpoint: Path, scores: dict[str, float], options: argparse.Namesp
     run = None if is_remote(checkpoint) else run_of(checkpoint)
     if run is None:
         return
-    names = ("num_fewshot", "limit", "max_length", "ema")
+    names = ("num_fewshot", "limit", "max_length", "ema", "chat")
     values = {name: getattr(options, name) for name in names}
     settings = {name: value for name, value in values.items() if value not in (None, False)}
     try:
@@ -129,6 +130,7 @@ def parser() -> argparse.ArgumentParser:
         batch="texts per batch on each rank",
         dtypes=["float32", "bfloat16"],
         custom_import="the model's family",
+        chat="ask each question as a user's message",
     )
     add = parser.add_argument
     add("--tasks", required=True, help="names of tasks, groups or tags, with commas between them")

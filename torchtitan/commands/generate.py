@@ -16,8 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchtitan.data.encode.chat import Chat
-from torchtitan.data.read.opening import BadDocument
+from torchtitan.data.encode.prompts import encode_prompts, prompt_problems
 from torchtitan.inference.options import add_model_options, report_once
 from torchtitan.utils.argument_types import command_parser, count, number
 from torchtitan.utils.errors import ConfigError, reason
@@ -44,7 +43,9 @@ def _generate(options: argparse.Namespace, rank: int, world: int) -> int:
 
     source = find(options.checkpoint, options.custom_import, averaged=options.ema)
     tokenizer = open_tokenizer(source, options.assets)
-    texts, prompts = zip(*_encode(inputs, tokenizer, chat=options.chat), strict=True)
+    key = "--chat" if options.chat else "--prompts-file"
+    encoded = encode_prompts(inputs, tokenizer, key, chat=options.chat)
+    texts, prompts = zip(*encoded, strict=True)
     if problems := list(_model_problems(source, prompts, world)):
         raise ConfigError(problems)
     length = min(source.args.max_seq_len, max(map(len, prompts)) + options.max_new_tokens)
@@ -138,27 +139,6 @@ def _prompts(options: argparse.Namespace) -> list[Any]:
     return prompts or [""]
 
 
-def _encode(
-    prompts: Sequence[Any], tokenizer: "Tokenizer", *, chat: bool
-) -> Iterator[tuple[str, list[int]]]:
-    """The text and the ids of each prompt.
-
-    Args:
-        chat: a text is what the user says.
-    """
-    template = None
-    for i, prompt in enumerate(prompts, 1):
-        if isinstance(prompt, str) and not chat:
-            yield prompt, tokenizer.encode(prompt, bos=True) or tokenizer.ends
-            continue
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        template = template or Chat(tokenizer, f"prompt {i}")
-        try:
-            yield template.prompt(messages)
-        except BadDocument as error:
-            raise ConfigError([f"prompt {i}: {error}"]) from None
-
-
 def _model_problems(
     source: "ModelSource", prompts: Sequence[list[int]], world: int
 ) -> Iterator[str]:
@@ -168,20 +148,7 @@ def _model_problems(
             f"--nproc-per-node: {world} does not divide {indivisible}; use a divisor of "
             f"{math.gcd(*sizes.values())}"
         )
-    limit = source.args.max_seq_len
-    for i, prompt in enumerate(prompts, 1):
-        if not prompt:
-            yield (
-                f"prompt {i} has no tokens, and the tokenizer none to begin a text with; give "
-                "--prompt"
-            )
-        if max(prompt, default=0) >= source.args.vocab_size:
-            yield f"prompt {i} has the token {max(prompt)}, which is not in the model's vocabulary"
-        if len(prompt) >= limit:
-            yield (
-                f"prompt {i} has {len(prompt)} tokens; the model reads {limit}, of which one "
-                "must be new: shorten it"
-            )
+    yield from prompt_problems(prompts, source.args.vocab_size, source.args.max_seq_len)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -192,6 +159,7 @@ def parser() -> argparse.ArgumentParser:
         batch="prompts per batch",
         dtypes=["float32", "bfloat16", "float16"],
         custom_import="the model's family or its tokenizer",
+        chat="answer each prompt as a user's message",
     )
     add = parser.add_argument
     add(
@@ -205,11 +173,6 @@ def parser() -> argparse.ArgumentParser:
         "--prompts-file",
         type=Path,
         help="file with a prompt per line; in a .jsonl file, a string or a list of messages",
-    )
-    add(
-        "--chat",
-        action="store_true",
-        help="answer each prompt as a user's message, by the tokenizer's chat template",
     )
     add(
         "--max-new-tokens",

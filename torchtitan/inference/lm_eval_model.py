@@ -20,7 +20,9 @@ from lm_eval.models.utils import (
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
+from torchtitan.data.encode.chat import Chat
 from torchtitan.data.encode.tokenizer import HuggingFaceTokenizer, TiktokenTokenizer, Tokenizer
+from torchtitan.data.read.opening import data_errors
 from torchtitan.inference.generator import Continuation, SamplingSettings, continue_prompts
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.formats import read_json_object
@@ -132,12 +134,21 @@ class _Row:
 class HarnessModel(TemplateLM):
     """Scores and continues texts for lm-eval."""
 
-    def __init__(self, logits: Logits, tokenizer: Tokenizer, *, by_file: bool = False):
+    tokenizer_name = ""
+
+    def __init__(
+        self, logits: Logits, tokenizer: Tokenizer, *, by_file: bool = False, chat: bool = False
+    ):
         """
         Args:
             by_file: see `EvalTokenizer`.
+            chat: questions are asked by the tokenizer's chat template.
+
+        Raises:
+            UserError: `chat`, and the tokenizer has no chat template.
         """
         super().__init__()
+        self.chat = Chat(tokenizer, "lm-eval's questions as a chat") if chat else None
         self.logits = logits
         self.texts = EvalTokenizer(tokenizer, by_file=by_file)
         self.ends = tokenizer.all_ends
@@ -162,6 +173,23 @@ class HarnessModel(TemplateLM):
             prefix = self.texts.decode([self.prefix_token_id], skip_special_tokens=False)
             add_special_tokens = not string.startswith(prefix)
         return self.texts.encode(string, add_special_tokens)
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """A question as text, as in the `hf` backend.
+
+        Args:
+            add_generation_prompt: False: the last message is the beginning of the answer.
+        """
+        assert self.chat
+        with data_errors("lm-eval"):
+            text = self.chat.template.render(chat_history, prompt=add_generation_prompt)
+        if add_generation_prompt:
+            return text
+        begin = chat_history[-1]["content"].lstrip()
+        begin = begin if begin in text else begin.rstrip()  # a template may trim
+        return text[: text.rindex(begin) + len(begin)]
 
     # ---- likelihoods
 

@@ -14,6 +14,7 @@ def add_model_options(
     batch: str,
     dtypes: list[str],
     custom_import: str,
+    chat: str,
 ) -> None:
     """Add the options that choose and load a model.
 
@@ -21,6 +22,7 @@ def add_model_options(
         average: what `--ema` does with the average of the weights.
         batch: what `--batch-size` counts.
         custom_import: what the module of `--custom-import` registers.
+        chat: what `--chat` does.
     """
     parser.add_argument(
         "--checkpoint",
@@ -36,6 +38,9 @@ def add_model_options(
         "--assets",
         type=path_or_url,
         help="folder of the tokenizer (default: the one used in training)",
+    )
+    parser.add_argument(
+        "--chat", action="store_true", help=f"{chat}, by the tokenizer's chat template"
     )
     parser.add_argument(
         "--dtype",

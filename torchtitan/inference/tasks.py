@@ -33,6 +33,7 @@ class Tasks:
         include_path: str | None = None,
         num_fewshot: int | None = None,
         limit: int | None = None,
+        chat: bool = False,
     ):
         """
         Args:
@@ -40,6 +41,7 @@ class Tasks:
             include_path: folder of further task files.
             num_fewshot: solved examples before each question; None: each task's own number.
             limit: documents of each task.
+            chat: ask by the tokenizer's chat template; few-shot examples are earlier turns.
 
         Raises:
             UserError: an unknown name, or a task that can't be loaded.
@@ -48,6 +50,7 @@ class Tasks:
         self.include_path = include_path
         self.num_fewshot = num_fewshot
         self.limit = limit
+        self.chat = chat
         for turn in range(2):  # rank 0 alone fills the cache of data sets
             problem = None
             if (dist.get_rank() == 0) == (turn == 0):
@@ -116,9 +119,11 @@ class Tasks:
             random.seed(0)
             np.random.seed(SEED)
             results = evaluate(
-                HarnessModel(logits, tokenizer, by_file=by_file),
+                HarnessModel(logits, tokenizer, by_file=by_file, chat=self.chat),
                 self.tasks,
                 limit=self.limit,
+                apply_chat_template=self.chat,
+                fewshot_as_multiturn=self.chat,
                 bootstrap_iters=bootstrap or 1,
                 log_samples=False,
             )

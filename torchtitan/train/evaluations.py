@@ -7,6 +7,7 @@ from typing import Any
 
 from torchtitan.config.sections.evals import Eval
 from torchtitan.config.sections.schema import Config
+from torchtitan.data.encode.prompts import encode_prompts
 from torchtitan.inference import generator
 from torchtitan.inference.generator import Continuation, continue_prompts
 from torchtitan.inference.tasks import Tasks, scores
@@ -138,6 +139,14 @@ class WriteSamples(Evaluation):
 
     activity = "writing samples"
 
+    def __init__(self, engine: Engine, metrics: MetricsReporter):
+        super().__init__(engine, metrics)
+        config = engine.config.sampling
+        tokenizer = engine.setup.tokenizer
+        self.prompts = list(
+            encode_prompts(config.prompts, tokenizer, "sampling.chat", chat=config.chat)
+        )
+
     def freq(self, config: Config) -> int:
         return config.sampling.freq if config.sampling.prompts else 0
 
@@ -146,12 +155,12 @@ class WriteSamples(Evaluation):
         probe = self.engine.probe
         assert probe is not None
         tokenizer = self.engine.setup.tokenizer
-        prompts = [tokenizer.encode(text, bos=True) or tokenizer.ends for text in config.prompts]
+        texts, prompts = zip(*self.prompts, strict=True)
         rows: list[Continuation] = []
         for first in range(0, len(prompts), probe.batch):
             rows += continue_prompts(
                 prompts[first : first + probe.batch],
-                lambda texts: probe.next_logits(texts, tokenizer.vocab_size),
+                lambda rows: probe.next_logits(rows, tokenizer.vocab_size),
                 generator.SamplingSettings(temperature=config.temperature, seed=config.seed),
                 stop=tokenizer.all_ends,
                 max_new_tokens=config.max_new_tokens,
@@ -160,7 +169,7 @@ class WriteSamples(Evaluation):
             )
         return [
             {"prompt": prompt, "text": row.text(tokenizer), "end": row.end}
-            for prompt, row in zip(config.prompts, rows, strict=True)
+            for prompt, row in zip(texts, rows, strict=True)
         ]
 
     def record(self, run: Run, outcome: list[dict[str, Any]]) -> None:
@@ -198,4 +207,5 @@ def load_tasks(section: Eval) -> Tasks | None:
         include_path=section.include_path,
         num_fewshot=section.num_fewshot,
         limit=section.limit,
+        chat=section.chat,
     )

@@ -13,6 +13,7 @@ from torchtitan.config.derive import data_sections
 from torchtitan.config.registry import data_sources, tokenizers
 from torchtitan.config.sections.schema import Config
 from torchtitan.data.encode.chat import Chat
+from torchtitan.data.encode.prompts import encode_prompts, prompt_problems
 from torchtitan.data.encode.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.data.read.files import TooManyFilesError, matching_files, path_problem
 from torchtitan.data.tokens.token_files import describe, no_tokens
@@ -76,6 +77,7 @@ def open_inputs(config: Config, model: NamedModel, reasons: list[str]) -> Inputs
         facts["tokenizer"] = tokenizer
         reasons += _end_problems(config, tokenizer)
         reasons += _chat_problems(config, tokenizer, model.args)
+        reasons += _prompt_problems(config, tokenizer, model.args)
         reasons += _token_file_problems(config, tokenizer)
     except UserError as error:
         reasons.append(str(error))
@@ -121,8 +123,6 @@ def _end_problems(config: Config, tokenizer: Tokenizer) -> Iterator[str]:
         "training.document_mask": training.document_mask,
         'training.packing = "best_fit"': training.packing == "best_fit",
         "eval.enable": config.eval.enable,
-        "sampling.prompts: an empty prompt": "" in config.sampling.prompts
-        and tokenizer.bos_id is None,
     }
     for key, needs in needs_end.items():
         try:
@@ -134,10 +134,12 @@ def _end_problems(config: Config, tokenizer: Tokenizer) -> Iterator[str]:
 
 def _chat_problems(config: Config, tokenizer: Tokenizer, args: Any) -> Iterator[str]:
     """Reasons why conversations can't be read with the tokenizer."""
-    for name, section in data_sections(config):
-        if section.messages_column is None:
-            continue
-        key = f"{name}.messages_column"
+    asks = {
+        f"{name}.messages_column": section.messages_column is not None
+        for name, section in data_sections(config)
+    }
+    asks |= {"sampling.chat": config.sampling.chat, "eval.chat": config.eval.chat}
+    for key in filter(asks.get, asks):
         try:
             vocab_size = Chat(tokenizer, key).vocabulary
             if args is not None and vocab_size > args.vocab_size:
@@ -147,6 +149,15 @@ def _chat_problems(config: Config, tokenizer: Tokenizer, args: Any) -> Iterator[
                 )
         except UserError as error:
             yield str(error)
+
+
+def _prompt_problems(config: Config, tokenizer: Tokenizer, args: Any) -> Iterator[str]:
+    """Reasons why the model can't continue the prompts of samples."""
+    sampling = config.sampling
+    encoded = encode_prompts(sampling.prompts, tokenizer, "sampling.chat", chat=sampling.chat)
+    if args is not None and (prompts := [ids for _, ids in encoded]):
+        for problem in prompt_problems(prompts, args.vocab_size, args.max_seq_len):
+            yield f"sampling.prompts: {problem}"
 
 
 def _token_file_problems(config: Config, tokenizer: Tokenizer) -> Iterator[str]:

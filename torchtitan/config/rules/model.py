@@ -24,16 +24,16 @@ def vocabulary_holds_the_tokenizer(config: Config, facts: Facts) -> str | None:
     )
 
 
-@rule("sampling.prompts", needs=["tokenizer", "args"])
-def prompts_leave_room(config: Config, facts: Facts) -> Iterator[str]:
-    longest = facts.args.max_seq_len
-    for prompt in config.sampling.prompts:
-        tokens = len(facts.tokenizer.encode(prompt, bos=True))
-        if tokens >= longest:
-            yield (
-                f"sampling.prompts: {brief(prompt)} has {tokens} tokens; the model reads "
-                f"{longest}, of which one must be new: shorten it, or raise training.seq_len"
-            )
+@rule("sampling.prompts", "sampling.chat", needs=["tokenizer"], refuses=False)
+def conversations_have_their_template(config: Config, facts: Facts) -> str | None:
+    t, sampling = config.training, config.sampling
+    columns = [source.messages_column for source in t.sources] or [t.messages_column]
+    if sampling.chat or not sampling.prompts or not all(columns):
+        return None
+    return (
+        "sampling.prompts: the model only learns conversations, and would continue a text; set "
+        "sampling.chat = true to let it answer"
+    )
 
 
 @rule("model.overrides", needs=["args", "unused"], refuses=False)

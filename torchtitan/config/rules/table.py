@@ -63,8 +63,6 @@ class TextEncoder(Protocol):
     @property
     def text_size(self) -> int: ...
 
-    def encode(self, text: str, *, bos: bool = ...) -> list[int]: ...
-
 
 @dataclass(frozen=True)
 class Accelerator:

@@ -33,6 +33,8 @@ class Eval(Section):
     """Put this many solved examples before each question. Default: each task's number."""
     limit: Steps | None = None
     """Evaluate only this many documents of each task. Default: all."""
+    chat: bool = False
+    """Ask each question as a user's message, by the tokenizer's chat template."""
 
     _names = field_validator("tasks", mode="before")(split_names)
 
@@ -42,6 +44,8 @@ class Sampling(Section):
 
     prompts: Annotated[list[Text], Field(max_length=1000)] = []
     """Continue each of these every `freq` steps and after the last one. Empty: write nothing."""
+    chat: bool = False
+    """Answer each prompt as a user's message, by the tokenizer's chat template."""
     freq: Steps = 1000
     """Steps between samples."""
     max_new_tokens: Steps = 64

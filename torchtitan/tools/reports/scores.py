@@ -18,6 +18,7 @@ _SETTINGS = {
     "num_fewshot": "{}-shot",
     "limit": "limit {}",
     "max_length": "at most {} tokens",
+    "chat": "chat template",
 }
 
 
