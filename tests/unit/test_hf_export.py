@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.chats import write_tokenizer
 from tests.examples import gated_attention
 from tests.families import EXPERTS
 from tests.hf_folders import SHIPPED, write_checkpoint, write_tiktoken
@@ -335,6 +336,11 @@ def test_ends_and_settings_of_texts_survive(tmp_path, capsys):
     assert whole == free[: free.index(end) + 1]
     source = find(str(started))
     assert open_tokenizer(source, None).all_ends == [1, end]
+    other = str(write_tokenizer(tmp_path / "other"))
+    for source in (source, find(str(back))):
+        moved = shutil.copytree(back, tmp_path / f"{source.folder.name} moved")
+        assert open_tokenizer(source, str(moved)).all_ends == [1, end]
+        assert open_tokenizer(source, other).all_ends == [1], "ids of another vocabulary"
 
 
 # ---- the tokenizer
