@@ -337,10 +337,10 @@ def test_ends_and_settings_of_texts_survive(tmp_path, capsys):
     source = find(str(started))
     assert open_tokenizer(source, None).all_ends == [1, end]
     other = str(write_tokenizer(tmp_path / "other"))
-    for source in (source, find(str(back))):
-        moved = shutil.copytree(back, tmp_path / f"{source.folder.name} moved")
-        assert open_tokenizer(source, str(moved)).all_ends == [1, end]
-        assert open_tokenizer(source, other).all_ends == [1], "ids of another vocabulary"
+    for opened in (source, find(str(back))):
+        moved = shutil.copytree(back, tmp_path / f"{opened.folder.name} moved")
+        assert open_tokenizer(opened, str(moved)).all_ends == [1, end]
+        assert open_tokenizer(opened, other).all_ends == [1], "ids of another vocabulary"
 
 
 # ---- the tokenizer
