@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 import torch
 
+from tests.chats import CHATS, write_chats, write_tokenizer
 from tests.data_kinds import SEQ, TOKENIZER, take
 from tests.positions import saved
 from tests.runs import write_corpus
 from torchtitan.config.sections.data import DataLoader, DataStage, Source
+from torchtitan.data.encode.tokenizer import build_tokenizer
 from torchtitan.data.loader import build_loader
 from torchtitan.data.order.rows import Shares, divide, permute, scatter
 from torchtitan.data.read.positions import merge_positions
@@ -41,11 +43,11 @@ def mixture(corpora):
     ]
 
 
-def loader(sources, rank=0, degree=1, *, stages=STAGES, rows=8, **options):
+def loader(sources, rank=0, degree=1, *, stages=STAGES, rows=8, tokenizer=TOKENIZER, **options):
     spec = DataSpec(
         sources=sources,
         stages=stages,
-        tokenizer=TOKENIZER,
+        tokenizer=tokenizer,
         seq_len=SEQ,
         rows_per_step=rows,
         seed=3,
@@ -189,6 +191,39 @@ def test_a_source_is_read_exactly_as_often_as_it_may_be(mixture, caplog, monkeyp
         alone.check_enough(enough - 2, **after)
     with pytest.raises(UserError, match="all have been read max_epochs times"):
         batches(alone, 60)
+
+
+def test_a_mixture_foretells_how_often_each_source_is_read(tmp_path, caplog, monkeypatch):
+    """By documents spread over the source: the first one has other tokens per byte."""
+    monkeypatch.setattr(logging.getLogger("torchtitan"), "propagate", True)
+    texts = ["\x00" * 500, *(f"{i}: one line of plain text\n" * 9 for i in range(40))]
+    path = tmp_path / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    text = Source(name="text", dataset_path=str(path), weight=3)
+    chats = Source(
+        name="chats",
+        dataset_path=str(write_chats(tmp_path / "chats.jsonl", CHATS * 9)),
+        messages_column="messages",
+        weight=1,
+    )
+    tokenizer = build_tokenizer(str(write_tokenizer(tmp_path / "tokenizer")))
+    stages = [DataStage(from_step=101, weights={"text": 1}, global_batch_size=16)]
+    reading = loader([text, chats], stages=stages, tokenizer=tokenizer)
+    chat = reading.sources["chats"].chat
+    sizes = {
+        "text": sum(len(tokenizer.encode_document(text)) for text in texts),
+        "chats": 9 * sum(len(chat.encode(chat.document(messages))) for messages in CHATS),
+    }
+    with caplog.at_level("INFO", "torchtitan"):
+        reading.check_enough(200)
+    planned = {
+        "text": SEQ * (100 * 8 * 3 / 4 + 100 * 16 / 2),
+        "chats": SEQ * (100 * 8 / 4 + 100 * 16 / 2),
+    }
+    for name, tokens in planned.items():
+        (line,) = (line for line in caplog.messages if f"sources.{name}: " in line)
+        times = float(re.search(r"about ([\d.]+) times", line)[1])
+        assert times == pytest.approx(tokens / sizes[name], rel=0.15)
 
 
 def test_only_token_files_can_end(mixture):

@@ -22,6 +22,7 @@ from torchtitan.data.order.rows import (
     Shares,
     blank_row,
     exhaustion_steps,
+    planned_tokens,
     whole_steps,
 )
 from torchtitan.data.read.contents import FileLists
@@ -229,17 +230,15 @@ class StepLoader:
             )
 
     def _announce_epochs(self, steps: int) -> None:
-        """Log how often the only source is read, if that is more than once."""
-        plans = self.spec.plans
-        ends = [*(plan.first for plan in plans[1:]), steps]
-        tokens = sum(
-            max(0, min(end, steps) - plan.first) * plan.tokens
-            for plan, end in zip(plans, ends, strict=True)
-        )
-        sizes = [source.tokens() for source in self.sources.values()]
-        if len(sizes) == 1 and sizes[0] and tokens > sizes[0]:
-            log = logger.warning if tokens > USEFUL_EPOCHS * sizes[0] else logger.info
-            log(f"{self.spec.section}.steps: {show_epochs(tokens, sizes[0])}")
+        """Log how often each source is read, if that is more than once."""
+        for name, planned in planned_tokens(self.spec.plans, steps).items():
+            source = self.sources[name]
+            tokens = min(planned, source.remaining_tokens(None) or planned)
+            size = source.tokens()
+            if size and tokens > size:
+                log = logger.warning if tokens > USEFUL_EPOCHS * size else logger.info
+                key = "steps" if len(self.sources) == 1 else f"sources.{name}"
+                log(f"{self.spec.section}.{key}: {show_epochs(tokens, size)}")
 
     def _announce_changes(self, before: set[str]) -> None:
         now = set(self.sources)

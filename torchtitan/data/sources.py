@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 from torchtitan.config.derive import validation_rows
@@ -43,8 +43,9 @@ from torchtitan.utils.errors import UserError
 from torchtitan.utils.wording import plural, show_size, show_tokens
 
 USEFUL_EPOCHS = 4
-_SAMPLE_CHARACTERS = 100_000
-"""Length of the text from which tokens per byte are measured."""
+_SAMPLE_DOCUMENTS = 16
+_SAMPLE_BYTES = 100_000
+"""Limits of the text from which tokens per byte are measured; one document is always read."""
 
 
 def show_epochs(planned: float, tokens: float) -> str:
@@ -417,12 +418,21 @@ class DocumentSource(_LaneSource):
         return plural(len(self.documents), "document") + text
 
     def tokens(self) -> int | None:
-        """By the bytes per token of the first document."""
-        size = self.documents.text_bytes
-        if self.chat is not None or not size:
+        """By the bytes per token of documents spread over the source."""
+        documents = self.documents
+        total = documents.text_bytes
+        if not total:
             return None
-        text = self.retry("document 1", lambda: self.documents[0])[:_SAMPLE_CHARACTERS]
-        return size * len(self.spec.tokenizer.encode(text)) // max(1, len(text.encode()))
+        sample = max(1, min(_SAMPLE_DOCUMENTS, _SAMPLE_BYTES * len(documents) // total))
+        tokens = size = 0
+        for i in range(0, len(documents), -(-len(documents) // sample)):
+            text = self.retry(f"document {i + 1}", partial(documents.__getitem__, i))
+            if self.chat is None:
+                text = text[:_SAMPLE_BYTES]
+            pieces = (self.chat or self.spec.tokenizer).encode_in_pieces(text)
+            tokens += sum(len(ids) for _, ids in pieces)
+            size += len(text.encode())
+        return total * tokens // max(1, size)
 
     def cursor(self, lane: int, lanes: int) -> Cursor:
         seed = self.spec.seed if self.spec.infinite else None

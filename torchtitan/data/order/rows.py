@@ -26,6 +26,7 @@ mixed-model, just-in-time processes", 1993).
 import math
 import sys
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -281,6 +282,16 @@ def exhaustion_steps(
                 name: max(math.ceil(now) - 1, steps.start) for name in until if until[name] == now
             }
     return exhausted
+
+
+def planned_tokens(plans: Sequence[BatchPlan], steps: int) -> Counter[str]:
+    """Tokens that each source gives in this many steps, if none ends."""
+    planned: Counter[str] = Counter()
+    for plan, after in _plans_with_ends(plans):
+        tokens = max(0, min(after, steps) - plan.first) * plan.tokens
+        for name, weight in plan.weights.items():
+            planned[name] += int(tokens * weight / sum(plan.weights.values()))
+    return planned
 
 
 def whole_steps(plans: Sequence[BatchPlan], tokens: int, first: int) -> int:
