@@ -11,7 +11,7 @@ from torchtitan.config.sections.data import DataLoader, Source
 from torchtitan.data.encode.tokenizer import build_tokenizer
 from torchtitan.data.loader import build_loader
 from torchtitan.data.read.positions import complete_state
-from torchtitan.data.sources import DataSpec
+from torchtitan.data.spec import DataSpec
 
 TOKENIZER = build_tokenizer("./tests/assets/tokenizer")
 TEXTS = ["", "a, b\tc", "two\nlines\r\nand a third", 'say "so"', "ä日本🚀", "\ufeff x"] + [

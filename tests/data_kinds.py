@@ -10,7 +10,7 @@ from torchtitan.commands import tokenize
 from torchtitan.config.sections.data import DataLoader, Source
 from torchtitan.data.encode.tokenizer import build_tokenizer
 from torchtitan.data.loader import build_loader
-from torchtitan.data.sources import DataSpec
+from torchtitan.data.spec import DataSpec
 
 TOKENIZER = build_tokenizer("./tests/assets/tokenizer")
 SEQ = 24

@@ -21,7 +21,7 @@ from torchtitan.data.read.contents import (
     parse_lists,
     render_lists,
 )
-from torchtitan.data.sources import DataSpec
+from torchtitan.data.spec import DataSpec
 from torchtitan.data.tokens.token_files import write_token_file
 from torchtitan.utils.errors import UserError
 

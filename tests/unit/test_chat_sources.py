@@ -20,7 +20,7 @@ from torchtitan.data.loader import build_loader
 from torchtitan.data.order.rows import IGNORE_INDEX
 from torchtitan.data.read.positions import complete_state
 from torchtitan.data.registered import RegisteredDocuments
-from torchtitan.data.sources import DataSpec
+from torchtitan.data.spec import DataSpec
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError, UserError
 

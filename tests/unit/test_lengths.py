@@ -15,7 +15,7 @@ from torchtitan.config.sections.data import DataLoader, DataStage, Source
 from torchtitan.data.loader import build_loader
 from torchtitan.data.order.windows import WindowOrder
 from torchtitan.data.read.positions import merge_positions
-from torchtitan.data.sources import DataSpec
+from torchtitan.data.spec import DataSpec
 from torchtitan.data.tokens.token_files import write_token_file
 from torchtitan.models import get_spec
 from torchtitan.models.attention.backend import attention_backend

@@ -22,7 +22,7 @@ from torchtitan.data.encode.tokenizer import build_tokenizer
 from torchtitan.data.loader import build_loader
 from torchtitan.data.order.rows import Shares, divide, permute, scatter
 from torchtitan.data.read.positions import merge_positions
-from torchtitan.data.sources import DataSpec
+from torchtitan.data.spec import DataSpec
 from torchtitan.data.tokens.token_files import write_token_file
 from torchtitan.optim.lr_schedule import LRSchedule
 from torchtitan.utils.errors import UserError

@@ -23,7 +23,7 @@ from torchtitan.data.order.lanes import DocumentCursor, PackedLane
 from torchtitan.data.order.packing import Packer, best_fit, pack
 from torchtitan.data.order.rows import IGNORE_INDEX
 from torchtitan.data.read.positions import StreamPosition, complete_state
-from torchtitan.data.sources import DataSpec
+from torchtitan.data.spec import DataSpec
 from torchtitan.utils.errors import UserError
 
 SEQ = 48

@@ -26,7 +26,7 @@ from torchtitan.data.loader import build_loader
 from torchtitan.data.read.documents import LocalDocuments
 from torchtitan.data.read.positions import SourcePosition, complete_state, merge_positions
 from torchtitan.data.reader import StepReader
-from torchtitan.data.sources import DataSpec
+from torchtitan.data.spec import DataSpec
 from torchtitan.data.tokens.token_files import write_token_file
 from torchtitan.utils.errors import FormatBugError, UserError
 

@@ -13,7 +13,7 @@ from torchtitan.data.loader import build_loader
 from torchtitan.data.read.opening import Retry
 from torchtitan.data.read.streams import StreamCursor
 from torchtitan.data.registered import open_custom
-from torchtitan.data.sources import DataSpec
+from torchtitan.data.spec import DataSpec
 from torchtitan.utils.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("registered")

@@ -23,7 +23,7 @@ from torchtitan.config.registry import tokenizers
 from torchtitan.data.encode.tokenizer import PLAIN, UNPREDICTED, Tokenizer, build_tokenizer
 from torchtitan.data.order.rows import Row
 from torchtitan.data.read.documents import show_bad_documents
-from torchtitan.data.sources import data_spec
+from torchtitan.data.spec import data_spec
 from torchtitan.utils.argument_types import command_parser, count, path_or_url
 from torchtitan.utils.assets import shipped_configs
 from torchtitan.utils.errors import show_warnings

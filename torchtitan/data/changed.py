@@ -13,7 +13,7 @@ from torchtitan.data.read.contents import (
     render_lists,
 )
 from torchtitan.data.read.positions import DataState, SourceFingerprint, SourcePosition
-from torchtitan.data.sources import DataSpec
+from torchtitan.data.spec import DataSpec
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.logging import logger
 

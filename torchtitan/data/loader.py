@@ -28,17 +28,11 @@ from torchtitan.data.order.rows import (
 from torchtitan.data.read.contents import FileLists
 from torchtitan.data.read.positions import DataFingerprint, DataPosition, DataState, SourcePosition
 from torchtitan.data.reader import ReadAhead, StepReader, StepRows, Workers
-from torchtitan.data.sources import (
-    USEFUL_EPOCHS,
-    DataSpec,
-    DocumentSource,
-    TokenSource,
-    open_source,
-    show_epochs,
-)
+from torchtitan.data.sources import DocumentSource, TokenSource, open_source
+from torchtitan.data.spec import DataSpec
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.logging import logger
-from torchtitan.utils.wording import listed, plural
+from torchtitan.utils.wording import USEFUL_EPOCHS, listed, plural, show_epochs
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,8 @@ from torchtitan.data.order.rows import (
     scatter,
 )
 from torchtitan.data.read.positions import DataPosition, merge_positions
-from torchtitan.data.sources import DataSpec, OpenSource, open_source
+from torchtitan.data.sources import OpenSource, open_source
+from torchtitan.data.spec import DataSpec
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.signals import become_stoppable, end_with_starter, helpers_shielded, kill_text
 from torchtitan.utils.torch_compat import replaced

@@ -1,25 +1,15 @@
-"""The data of a run: `DataSpec`, and the kinds of source that it opens: token files, documents and
-streams. Each makes readers of its rows.
+"""The kinds of data source: token files, documents and streams. Each makes readers of its rows.
 
 A module of the user registers others, see `registered`.
 """
 
 import math
 from abc import ABC, abstractmethod
-from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from fractions import Fraction
-from functools import cached_property, partial
-from typing import Any, Literal
+from functools import partial
+from typing import Literal
 
-from torchtitan.config.derive import validation_rows
-from torchtitan.config.registry import data_sources
-from torchtitan.config.sections.data import DataLoader, DataStage, Source, ValidationSet
-from torchtitan.config.sections.schema import Config
-from torchtitan.config.sections.training import Training, Validation
+from torchtitan.config.sections.data import Source
 from torchtitan.data.encode.chat import Chat
-from torchtitan.data.encode.tokenizer import Tokenizer
 from torchtitan.data.order.lanes import (
     Cursor,
     DocumentCursor,
@@ -29,152 +19,23 @@ from torchtitan.data.order.lanes import (
     StreamLane,
     lanes_within,
 )
-from torchtitan.data.order.rows import BatchPlan, Share, SourceReader, local_rows
+from torchtitan.data.order.rows import Share, SourceReader, local_rows
 from torchtitan.data.order.windows import WindowOrder
 from torchtitan.data.read.contents import Contents
-from torchtitan.data.read.documents import Documents, OnBad, open_documents
+from torchtitan.data.read.documents import Documents, open_documents
 from torchtitan.data.read.files import find_token_files
 from torchtitan.data.read.opening import Retry
 from torchtitan.data.read.positions import SourcePosition
 from torchtitan.data.read.streams import Stream, StreamCursor, open_stream
 from torchtitan.data.registered import RegisteredDocuments, open_custom
+from torchtitan.data.spec import DataSpec
 from torchtitan.data.tokens.token_files import TokenFiles, TokenReader
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.wording import plural, show_size, show_tokens
 
-USEFUL_EPOCHS = 4
 _SAMPLE_DOCUMENTS = 16
 _SAMPLE_BYTES = 100_000
 """Limits of the text from which tokens per byte are measured; one document is always read."""
-
-
-def show_epochs(planned: float, tokens: float) -> str:
-    """How often a training of `planned` tokens reads a text of `tokens` tokens."""
-    epochs = planned / tokens
-    digits = 1 if epochs < 10 else 0
-    text = f"{show_tokens(planned)} tokens read the text about {epochs:,.{digits}f} times"
-    if epochs > USEFUL_EPOCHS:
-        text += f"; beyond {USEFUL_EPOCHS}, repeated text teaches less and less (arXiv:2305.16264)"
-    return text
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataSpec:
-    """The data to read, as plain values: worker processes get a copy."""
-
-    sources: Sequence[Source]
-    stages: Sequence[DataStage] = ()
-    tokenizer: Tokenizer
-    seq_len: int
-    """Predicted tokens of a row, before the first stage that changes them."""
-    rows_per_step: int
-    """Rows over all ranks, before the first stage that changes it; at least one per rank."""
-    local_batch_size: int = 1
-    """Rows that a rank computes at once, before the first stage that changes them."""
-    seed: int
-    infinite: bool
-    """Read epoch after epoch, shuffled; else make one pass in order."""
-    options: DataLoader
-    on_bad_document: OnBad = "stop"
-    """Whether documents that can't be decoded or have no text end the run."""
-    on_changed_data: Literal["stop", "continue"] = "stop"
-    """Whether files with other contents than at the checkpoint end a resume."""
-    packing: Literal["stream", "best_fit"] = "stream"
-    """The way that documents become rows."""
-    section: str = "training"
-    """Section of the configuration: `training` or `validation`."""
-    custom: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    """Registered sources: name to `make`."""
-
-    @property
-    def name(self) -> str:
-        return ", ".join(source.dataset_path or source.dataset for source in self.sources)
-
-    @cached_property
-    def plans(self) -> list[BatchPlan]:
-        """The batch size and weights of each stage, in order."""
-        weights = {source.name: Fraction(str(source.weight)) for source in self.sources}
-        first = BatchPlan(0, self.rows_per_step, weights, self.seq_len, self.local_batch_size)
-        plans = [first]
-        for stage in self.stages:
-            changed = {name: Fraction(str(weight)) for name, weight in stage.weights.items()}
-            before = plans[-1]
-            plan = BatchPlan(
-                stage.from_step - 1,
-                stage.global_batch_size or before.rows,
-                {**before.weights, **changed},
-                stage.seq_len or before.seq_len,
-                stage.local_batch_size or before.local_batch_size,
-            )
-            plans.append(plan)
-        return plans
-
-    def stage(self, step: int) -> int:
-        """The index in `plans` of the plan for a step, counted from 0."""
-        return bisect_right(self.plans, step, key=lambda plan: plan.first) - 1
-
-    def at(self, step: int) -> BatchPlan:
-        """The plan for a step, counted from 0."""
-        return self.plans[self.stage(step)]
-
-    @property
-    def longest_row(self) -> int:
-        """The largest `seq_len` of any step."""
-        return max(plan.seq_len for plan in self.plans)
-
-    @property
-    def batch_sizes(self) -> set[int]:
-        """All numbers of rows that a step may have."""
-        return {plan.rows for plan in self.plans}
-
-    def key(self, source: Source) -> str:
-        """The section or table of the configuration that names a source."""
-        return self.section if len(self.sources) == 1 else f"{self.section}.sources.{source.name}"
-
-    def retry(self, source: Source) -> Retry:
-        return Retry(self.key(source), source.dataset_path or source.dataset, self.options)
-
-
-def data_spec(
-    config: Config,
-    key: Literal["training", "validation"],
-    tokenizer: Tokenizer,
-    validation_set: ValidationSet | None = None,
-) -> DataSpec:
-    """The data that `[training]` or `[validation]` reads.
-
-    Args:
-        validation_set: one of several validation sets.
-    """
-    section: Training | Validation = getattr(config, key)
-    keys = {"dataset", "dataset_path", "text_column", "messages_column"}
-    sources = [Source(name="data", **(validation_set or section).model_dump(include=keys))]
-    stages: Sequence[DataStage] = ()
-    size = validation_rows(config)
-    if isinstance(section, Training):
-        size = section.local_batch_size
-        sources = section.sources or sources
-        stages = section.stages
-    return DataSpec(
-        sources=sources,
-        stages=stages,
-        tokenizer=tokenizer,
-        seq_len=section.seq_len,
-        rows_per_step=section.global_batch_size,
-        local_batch_size=size,
-        seed=config.debug.seed,
-        infinite=key == "training",
-        options=section.dataloader,
-        on_bad_document=config.training.on_bad_document,
-        on_changed_data=config.training.on_changed_data,
-        packing=section.packing if isinstance(section, Training) else "stream",
-        section=key if validation_set is None else f"{key}.sets.{validation_set.name}",
-        custom={
-            source.dataset: make
-            for source in sources
-            if (make := data_sources.maker(source.dataset, config.custom))
-        },
-    )
 
 
 class OpenSource(ABC):

@@ -18,7 +18,7 @@ from torchtitan.config.sections.schema import Comm, Config, Debug
 from torchtitan.config.sections.training import Training, Validation
 from torchtitan.data.encode.tokenizer import Tokenizer
 from torchtitan.data.loader import StepLoader, build_loader
-from torchtitan.data.sources import data_spec
+from torchtitan.data.spec import data_spec
 from torchtitan.optim.ema import WeightAverage
 from torchtitan.optim.expert_balance import ExpertBalance
 from torchtitan.optim.loss import RowLoss, SourceTally, build_loss

@@ -15,7 +15,8 @@ from torchtitan.config.sections.schema import Config
 from torchtitan.data.encode.chat import Chat
 from torchtitan.data.encode.prompts import encode_prompts, prompt_problems
 from torchtitan.data.encode.tokenizer import Tokenizer, build_tokenizer
-from torchtitan.data.read.files import TooManyFilesError, matching_files, path_problem
+from torchtitan.data.read.files import path_problem
+from torchtitan.data.read.matching import TooManyFilesError, matching_files
 from torchtitan.data.tokens.token_files import describe, no_tokens
 from torchtitan.models import ModelSpec
 from torchtitan.parallel.pipeline.schedules import schedule_file

@@ -11,6 +11,7 @@ from typing import Any
 
 DATE = "%Y-%m-%d %H:%M:%S"
 """Format of dates in logs and reports, for `time.strftime`."""
+USEFUL_EPOCHS = 4
 _NUMBER = re.compile(r"-?[\d,]+(\.\d+)?%?")
 _BRIEF = reprlib.Repr()
 _BRIEF.maxstring = _BRIEF.maxother = 100
@@ -86,6 +87,16 @@ def show_tokens(count: float) -> str:
     elif abs(count) < 99.95:
         digits = 1
     return f"{count:,.{digits}f}{unit}"
+
+
+def show_epochs(planned: float, tokens: float) -> str:
+    """How often a training of `planned` tokens reads a text of `tokens` tokens."""
+    epochs = planned / tokens
+    digits = 1 if epochs < 10 else 0
+    text = f"{show_tokens(planned)} tokens read the text about {epochs:,.{digits}f} times"
+    if epochs > USEFUL_EPOCHS:
+        text += f"; beyond {USEFUL_EPOCHS}, repeated text teaches less and less (arXiv:2305.16264)"
+    return text
 
 
 def show_loss(loss: float) -> str:

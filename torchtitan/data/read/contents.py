@@ -16,7 +16,8 @@ from typing import Annotated, NamedTuple
 
 from pydantic import Field, TypeAdapter
 
-from torchtitan.data.read.files import FORMATS, fixed_folder
+from torchtitan.data.read.files import FORMATS
+from torchtitan.data.read.matching import fixed_folder
 from torchtitan.data.read.opening import COMPRESSED, FileStamp, open_data, sample_hash
 from torchtitan.utils.formats import Count
 from torchtitan.utils.wording import listed, plural, printable

@@ -10,7 +10,6 @@ from torchtitan.config import complete, load_config
 from torchtitan.config.derive import layout_name
 from torchtitan.config.load.render import to_toml
 from torchtitan.config.load.toml_file import HERE
-from torchtitan.data.sources import show_epochs
 from torchtitan.tools.launch.preparation import has_held_out, preparation_commands
 from torchtitan.tools.launch.recipe import as_flags, draft_settings, final_settings, steps_of
 from torchtitan.tools.launch.request import Choice, Choices, Request
@@ -21,7 +20,7 @@ from torchtitan.tools.planner.render import likelihood, run_of
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import write_output
-from torchtitan.utils.wording import show_duration, show_rate, show_tokens
+from torchtitan.utils.wording import show_duration, show_epochs, show_rate, show_tokens
 
 CONFIG = "train.toml"
 HARDWARE = "hardware.toml"
