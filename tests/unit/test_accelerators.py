@@ -188,6 +188,14 @@ def test_other_vendors(tmp_path, install, monkeypatch):
     monkeypatch.setattr(accelerators, "_AMD_NODES", tmp_path)
     assert count_gpus() == 2
     assert "GPUs that are not supported: AMD's, by torch without ROCm)" in str(read_accelerators())
+    refuse_unusable(2)  # a laptop's graphics
+    (tmp_path / "rocm-smi").write_text("")
+    (tmp_path / "rocm-smi").chmod(0o755)
+    with pytest.raises(UserError, match=r"2 GPUs of AMD, but torch .* isn't built for ROCm: inst"):
+        refuse_unusable(2)
+    with monkeypatch.context() as patch:
+        patch.setenv("HIP_VISIBLE_DEVICES", "")  # asks for the CPU
+        refuse_unusable(2)
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "1")
     assert count_gpus() == 1
     monkeypatch.setattr("torch.version.hip", "6.4")

@@ -32,6 +32,7 @@ _VISIBLE_ENV = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEV
 """Variables that select GPUs; torch's build for AMD reads all of them."""
 _AMD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
 """AMD's driver lists the machine's GPUs and CPUs here."""
+_ROCM = Path("/opt/rocm")
 _HARDWARE_FAULT = re.compile(
     "(CUDA error|Cuda failure|HIP error).*(uncorrectable ECC|unspecified launch failure|unknown "
     "error|hardware|fallen off the bus|GPU is lost|NVLink)",
@@ -223,6 +224,8 @@ class Accelerators:
     nccl: str = ""
     unused: str = ""
     """Kinds of GPUs that training doesn't use."""
+    n_amd: int = 0
+    """Number of AMD's GPUs if ROCm is installed, but torch isn't built for it."""
 
     def __str__(self) -> str:
         """A line about devices and versions."""
@@ -244,7 +247,7 @@ class Accelerators:
             ConfigError: it can't, with the reason.
         """
         broken = self.driver_error != _NO_TOOL and self.driver_error
-        if not self.names and (self.gpus or self.n_hidden or broken):
+        if not self.names and (self.gpus or self.n_hidden or broken or self.n_amd):
             reason = broken or self._reason()
             raise ConfigError(
                 [f"{reason}. To compute on the CPU, set CUDA_VISIBLE_DEVICES= (empty)"]
@@ -252,6 +255,11 @@ class Accelerators:
 
     def _reason(self) -> str:
         """Why torch can't use the GPUs of this machine."""
+        if self.n_amd and not (self.gpus or self.n_hidden):
+            return (
+                f"this machine has {plural(self.n_amd, 'GPU')} of AMD, but torch {self.torch} isn't "
+                "built for ROCm: install that build (https://pytorch.org/get-started/locally)"
+            )
         if not self.gpus:
             return (
                 f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')} hides this "
@@ -331,10 +339,12 @@ def read_accelerators() -> Accelerators:
             torch.cuda.init()
         except (RuntimeError, AssertionError) as error:
             torch_error = str(error).strip().splitlines()[0]
+    n_amd = 0 if torch.version.hip else _count_amd_gpus()
+    has_rocm = shutil.which("rocm-smi") or _ROCM.exists()  # not so with a laptop's graphics
     others = {
         "Apple's (mps)": torch.backends.mps.is_available(),
         "Intel's (xpu)": torch.xpu.is_available(),
-        "AMD's, by torch without ROCm": not torch.version.hip and _count_amd_gpus(),
+        "AMD's, by torch without ROCm": n_amd,
     }
     return Accelerators(
         gpus=gpus,
@@ -346,4 +356,5 @@ def read_accelerators() -> Accelerators:
         torch_error=torch_error,
         nccl=".".join(map(str, torch.cuda.nccl.version())) if usable else "",
         unused=", ".join(name for name, is_here in others.items() if is_here),
+        n_amd=n_amd if has_rocm else 0,
     )
