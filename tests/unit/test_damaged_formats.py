@@ -90,6 +90,19 @@ DAMAGED = {
         lambda d: write(d / "x.csv", b"id,text\n1,caf\xe9\n"),
         "x.csv: not a CSV file .*can't decode byte 0xe9",
     ),
+    "Excel's separator": (
+        lambda d: write(d / "x.csv", '\ufeff"id";"text"\r\n1;"a, b, c"\r\n'),
+        "x.csv: its fields are separated by ';', not ','; write it with that",
+    ),
+    "tabs": (lambda d: write(d / "x.csv", "id\ttext\n"), r"separated by '\\t', not ','"),
+    "Excel's Unicode": (
+        lambda d: write(d / "x.csv", "id,text\n1,é\n".encode("utf-16")),
+        r"x.csv: UTF-16, not UTF-8; convert it: iconv -f UTF-16 -t UTF-8 OLD > NEW",
+    ),
+    "Lines in UTF-16": (
+        lambda d: write(d / "x.jsonl", '{"text": "a"}'.encode("utf-16")),
+        "x.jsonl: UTF-16, not UTF-8",
+    ),
     "too many fields": (
         lambda d: write(d / "x.csv", "id,text\n1,a\n2,b,c\n"),
         "x.csv: not a CSV file .*Expected 2 fields in line 3, saw 3",

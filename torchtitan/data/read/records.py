@@ -10,9 +10,11 @@ read. One process may find the records and others decode them.
 """
 
 import json
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Callable, Iterable, Iterator
+from io import BufferedReader
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, Protocol
+from typing import IO, Any, Literal, NamedTuple, Protocol, cast
 
 from torchtitan.data.read.files import Format, format_of
 from torchtitan.data.read.opening import (
@@ -136,6 +138,10 @@ def read_records(
 def _records(
     plain: IO[bytes], kind: Kind, column: str, report: Callable[[int], None]
 ) -> Iterator[FileRecord]:
+    beginning = b"" if kind in ("parquet", "arrow") else cast(BufferedReader, plain).peek(2)[:2]
+    if beginning in (BOM_UTF16_LE, BOM_UTF16_BE):
+        problem = "UTF-16, not UTF-8; convert it: iconv -f UTF-16 -t UTF-8 OLD > NEW"
+        raise BadDocument("not UTF-8", problem) if kind == "text" else DataError(problem)
     if kind == "json":
         yield from _lines(plain)
     elif kind == "array":

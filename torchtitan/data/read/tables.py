@@ -9,7 +9,8 @@ At most a batch of rows is held.
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import IO, Any
+from io import BufferedReader
+from typing import IO, Any, cast
 
 from torchtitan.data.read.opening import BadDocument, DataError
 
@@ -157,6 +158,13 @@ def csv_rows(file: IO[bytes], separator: str, column: str) -> Iterator[Any]:
     """
     import pandas
 
+    line = cast(BufferedReader, file).peek(_BUFFER).partition(b"\n")[0].decode(errors="replace")
+    header = line.strip("\ufeff\r").replace('"', "")
+    for other in ",;\t|":
+        if column in header.split(other) and column not in header.split(separator):
+            raise DataError(
+                f"its fields are separated by {other!r}, not {separator!r}; write it with that"
+            )
     with (
         warnings.catch_warnings(),
         _damage_reported("a CSV file" if separator == "," else "a TSV file"),
