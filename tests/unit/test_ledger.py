@@ -165,6 +165,24 @@ def test_a_run_from_scratch_has_a_file_of_its_own(tmp_path, clock):
     assert not list(tmp_path.glob(".*")), "nothing temporary stays"
 
 
+def test_a_copied_folder_begins_new_runs_of_trackers(tmp_path, clock):
+    """A folder that was moved, or has two names, goes on with them."""
+    first = start(tmp_path / "run", clock)
+    first.trackers = {"wandb": {"id": "x"}}
+    train(first, clock, [1])
+    (tmp_path / "alias").symlink_to("run")
+    for name in ("run", "alias"):
+        again = start(tmp_path / name, clock, 1)
+        assert (again.id, again.trackers) == (first.id, first.trackers)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    for _ in range(2):
+        copy = start(tmp_path / "copy", clock, 1)
+        assert (copy.id != first.id, copy.trackers) == (True, {})
+        assert read(tmp_path / "copy")["id"] == copy.id
+    shutil.move(tmp_path / "run", tmp_path / "moved")
+    assert start(tmp_path / "moved", clock, 1).trackers == first.trackers
+
+
 def test_a_damaged_file_is_set_aside(tmp_path, clock):
     (tmp_path / "run.json").write_text('{"starts": [')
     start(tmp_path, clock, step=3).end(4, 4)

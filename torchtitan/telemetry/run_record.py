@@ -5,6 +5,7 @@ Every second is charged to one kind; nested time to the innermost phase. Goodput
 """
 
 import json
+import os
 import secrets
 import subprocess
 import time
@@ -19,6 +20,7 @@ from torchtitan.utils.activity import Kind, Stopwatch
 from torchtitan.utils.assets import CHECKOUT
 from torchtitan.utils.errors import failure_of
 from torchtitan.utils.files import read_regular
+from torchtitan.utils.logging import logger
 from torchtitan.utils.run_files import RunFile
 from torchtitan.utils.wording import flat, plural, show_duration, show_percent
 
@@ -150,13 +152,26 @@ class RunRecord:
             end = starts[-1]["end"] or "killed"
             starts[-1]["end"] = end
             if step or (resumable and end not in ("completed", "interrupted")):
-                self._adopt_identity(run)
+                if not self._is_copy(run):
+                    self._adopt_identity(run)
                 return starts
         except _UNREADABLE as error:
             self.file.refuse(str(error))
             return []
         self.file.set_aside()
         return []
+
+    def _is_copy(self, run: Mapping[str, Any]) -> bool:
+        """Whether the file is a copy from a run's folder that is still there, so both may go on."""
+        original = Path(run.get("folder", ""), self.file.path.name)
+        with suppress(OSError, *_UNREADABLE):
+            content = json.loads(read_regular(original, _MAX_BYTES, links=True))
+            if content["id"] == run["id"] and not original.samefile(self.file.path):
+                logger.warning(
+                    f"{self.file.path} is a copy of {original}: trackers begin a new run"
+                )
+                return True
+        return False
 
     # ---- time
 
@@ -242,6 +257,7 @@ class RunRecord:
         record = {
             "format": 1,
             "id": self.id,
+            "folder": os.path.realpath(self.file.path.parent),
             "goodput": {"percent": percent, "seconds": seconds},
             "trackers": self.trackers,
             "starts": starts,
