@@ -289,9 +289,14 @@ def test_all_ranks_follow_rank_0_whose_files_they_lack(one_rank, tmp_path, monke
     assert calls[:3] == calls[3:] == [("rewind", 2), *records]
 
 
+@pytest.mark.parametrize("full_disk", [False, True])
 @pytest.mark.parametrize("kill", range(4))
-def test_a_kill_while_records_follow_loses_none_and_doubles_none(tmp_path, monkeypatch, kill):
-    """8 steps, back to 4, on to 6, and back to 8: as without the kill before replacement `kill`."""
+def test_a_kill_while_records_follow_loses_none_and_doubles_none(
+    tmp_path, monkeypatch, kill, full_disk
+):
+    """8 steps, back to 4, on to 6, and back to 8: as without the kill before replacement `kill`, or
+    its failure.
+    """
     history = History()
     sink = JsonlSink(tmp_path / "metrics.jsonl", history)
 
@@ -311,8 +316,10 @@ def test_a_kill_while_records_follow_loses_none_and_doubles_none(tmp_path, monke
     def replace(file, text):
         calls.append(file)
         if len(calls) == kill + 1:
+            if full_disk:
+                return False
             raise KeyboardInterrupt
-        real(file, text)
+        return real(file, text)
 
     with monkeypatch.context() as patch:
         patch.setattr(RunFile, "replace", replace)

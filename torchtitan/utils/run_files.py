@@ -36,11 +36,11 @@ class RunFile:
         """Add a line."""
         self._try(lambda: append_line(self.path, text.encode("utf-8", "backslashreplace") + b"\n"))
 
-    def replace(self, text: str) -> None:
-        """Replace the whole file."""
+    def replace(self, text: str) -> bool:
+        """Replace the whole file. Returns whether it worked."""
         if self.path.is_dir():
             self.refuse("Is a directory")
-        self._try(lambda: write_whole(self.path, text.encode("utf-8", "backslashreplace")))
+        return self._try(lambda: write_whole(self.path, text.encode("utf-8", "backslashreplace")))
 
     def refuse(self, why: str) -> None:
         """Set the file aside as unreadable."""
@@ -59,7 +59,7 @@ class RunFile:
         name = f"{self.path.stem}-{time.strftime('%Y%m%d-%H%M%S')}{self.path.suffix}"
         self.path.rename(self.path.with_name(name))
 
-    def _try(self, write: Callable[[], object]) -> None:
+    def _try(self, write: Callable[[], object]) -> bool:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)  # it may have been deleted
             write()
@@ -71,3 +71,4 @@ class RunFile:
                     "nothing is recorded there until it works"
                 )
             self._failing = True
+        return not self._failing

@@ -35,7 +35,7 @@ class JsonlSink:
 
     def follow(self, step: int) -> list[Record]:
         """Keep the records of the history up to `step`, and move all others to the abandoned ones.
-        A kill in between loses none.
+        A kill or a full disk in between loses none.
 
         Returns:
             The records that come back from there, as the run returns to their branch.
@@ -53,11 +53,10 @@ class JsonlSink:
         back = list(filter(fits, aside))
         both = lines + [line for line in aside if line.text not in texts]
         others = [line for line in both if not fits(line)]
-        if others or back:
-            _replace(self.abandoned, others + back)
-        if lines or back:
-            _replace(self.file, sorted(filter(fits, both), key=attrgetter("step")))
-        if back:
+        kept = not (others or back) or _replace(self.abandoned, others + back)
+        if kept and (lines or back):
+            kept = _replace(self.file, sorted(filter(fits, both), key=attrgetter("step")))
+        if kept and back:
             _replace(self.abandoned, others)
         return [json.loads(line.text) for line in back]
 
@@ -76,5 +75,5 @@ def _lines(file: RunFile) -> Iterator[_Line]:
             yield _Line(int(record["step"]), record.get("branch"), f"{text}\n")
 
 
-def _replace(file: RunFile, lines: Iterable[_Line]) -> None:
-    file.replace("".join(line.text for line in lines))
+def _replace(file: RunFile, lines: Iterable[_Line]) -> bool:
+    return file.replace("".join(line.text for line in lines))
