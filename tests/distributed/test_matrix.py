@@ -9,7 +9,7 @@ import pytest
 
 from tests.support_matrix.__main__ import main
 from tests.support_matrix.cells import FEATURES, NAMED_SCHEDULES, SCHEDULE_LAYOUTS, Cell, cells
-from tests.support_matrix.document import read_document
+from tests.support_matrix.document import document, read_document
 from tests.support_matrix.measure import Lab
 from torchtitan.utils.torch_compat import torch_is_before_2_13
 
@@ -73,7 +73,7 @@ REST = [
 def check(lab, cell):
     outcome = lab.measure(cell)
     if isinstance(outcome, str):
-        texts, notes = published()
+        texts, notes, _ = published()
         if texts[cell].startswith("["):
             assert outcome == notes[int(texts[cell].strip("[]")) - 1]
         else:
@@ -83,8 +83,11 @@ def check(lab, cell):
         assert outcome.problems(cell.tolerances) == []
 
 
-def published() -> tuple[dict[Cell, str], list[str]]:
-    return read_document((ROOT / "docs/reference/support-matrix.md").read_text())
+PAGE = ROOT / "docs/reference/support-matrix.md"
+
+
+def published() -> tuple[dict[Cell, str], list[str], list[str]]:
+    return read_document(PAGE.read_text())
 
 
 @pytest.mark.parametrize(
@@ -102,8 +105,12 @@ def test_cell_equals_one_process_or_is_refused(lab, cell):
 
 
 def test_the_published_matrix_is_complete_and_has_no_bad_cell():
-    texts, _ = published()
+    texts, notes, measured = published()
+    assert document(texts, notes, measured) == PAGE.read_text()
     assert set(texts) == set(cells())
+    line = r"(until )?\d{4}-\d\d-\d\d, commit [0-9a-f]+(-dirty)?, torch .*: ([\d,]+) cells?"
+    counts = [re.fullmatch(line, each)[3] for each in measured]
+    assert sum(int(count.replace(",", "")) for count in counts) >= len(texts)
     for cell, text in texts.items():
         assert re.fullmatch(r"\[\d+\]|\d(e[+-]\d+)? / \d(e[+-]\d+)?( \(\d+ moved\))?", text), (
             f"{cell}: {text}"
@@ -123,7 +130,7 @@ def test_the_published_matrix_agrees_with_validation(tmp_path):
 
     write_corpus(tmp_path / "corpus.jsonl")
     write_corpus(tmp_path / "held-out.jsonl")
-    texts, notes = published()
+    texts, notes, _ = published()
     for cell, text in texts.items():
         refusal = cell.refusal(tmp_path / "run")
         assert refusal == (notes[int(text.strip("[]")) - 1] if text.startswith("[") else None), cell

@@ -37,18 +37,23 @@ def main(argv: list[str]) -> int:
         parser().error("--missing keeps the cells of a file; name it with --output")
 
     from tests.support_matrix.cells import BAD, cells
-    from tests.support_matrix.document import document, read_document
+    from tests.support_matrix.document import document, environment, read_document
     from tests.support_matrix.measure import measure_all
+    from torchtitan.utils.wording import plural
 
-    known, notes = read_document(options.output.read_text()) if options.missing else ({}, [])
+    known, notes, measured = {}, [], []
+    if options.missing:
+        known, notes, measured = read_document(options.output.read_text())
+    now = environment()
     results = {cell: known[cell] for cell in cells() if known.get(cell, BAD[0]) not in BAD}
     todo = [cell for cell in cells() if options.only in cell.title and cell not in results]
     failures = 0
-    for cell, report in measure_all(todo, results, notes):
+    for count, (cell, report) in enumerate(measure_all(todo, results, notes), 1):
         failures += results[cell] in BAD
         print(f"{cell.title}: {report}", flush=True)
         if options.output:
-            options.output.write_text(document(results, notes))
+            lines = [*measured, f"{now}: {plural(count, 'cell')}"]
+            options.output.write_text(document(results, notes, lines))
     print(f"{len(results)} cells, {failures} of them wrong", flush=True)
     return 1 if failures else 0
 

@@ -2,6 +2,7 @@
 
 import platform
 import re
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ from tests.support_matrix.cells import (
     Cell,
     name_of,
 )
+from torchtitan.telemetry.run_record import git_revision
 
 Fields = dict[str, Any]
 """Fields of a cell."""
@@ -90,16 +92,29 @@ TABLES = (
 """In the order of the document."""
 
 
-def document(results: dict[Cell, str], notes: list[str]) -> str:
-    """The support matrix in Markdown."""
+def environment() -> str:
+    """The code and machine that measure now."""
+    commit = (git_revision() or "unknown")[:12]
+    torch_version = f"torch {torch.__version__}, gloo, CPU, {platform.machine()}"
+    return f"{time.strftime('%Y-%m-%d')}, commit {commit}, {torch_version}"
+
+
+def document(results: dict[Cell, str], notes: list[str], measured: Iterable[str]) -> str:
+    """The support matrix in Markdown.
+
+    Args:
+        measured: a line for each time that cells were measured: `environment`, and which.
+    """
     tables = [table.write(results) for table in TABLES]
     footnotes = "\n".join(f"- [{number}] refused: {note}" for number, note in enumerate(notes, 1))
+    measurements = "\n".join(f"- measured {line}" for line in measured)
     model = ", ".join(f"{name} {value}" for name, value in MODEL.items())
     experts = ", ".join(f"{name} {value}" for name, value in EXPERTS.items())
     return f"""# Support matrix
 
-Generated from real runs by `python -m tests.support_matrix --output docs/reference/support-matrix.md`
-(torch {torch.__version__}, gloo, CPU, {platform.machine()}). Do not edit.
+Generated from real runs by `python -m tests.support_matrix --output docs/reference/support-matrix.md`. Do not edit.
+
+{measurements}
 
 Each cell is a run of a tiny Llama ({model}; 4 layers, 8 with pp 4)
 on gloo ranks, in fp32, with {ROWS} rows of 32 tokens per step: 10 steps in the column "plain" and for the schedules,
@@ -166,10 +181,11 @@ With two pipeline ranks.
 """  # noqa: E501
 
 
-def read_document(text: str) -> tuple[dict[Cell, str], list[str]]:
-    """Inverse of `document`: the cells' texts, and the refusals in order."""
+def read_document(text: str) -> tuple[dict[Cell, str], list[str], list[str]]:
+    """Inverse of `document`: the cells' texts, the refusals in order, and `measured`."""
+    measured = re.findall(r"^- measured (.*)", text, re.M)
     *sections, refusals = text.split("\n## ")[1:]
     results: dict[Cell, str] = {}
     for table, section in zip(TABLES, sections, strict=False):
         results |= table.read(section)
-    return results, re.findall(r"- \[\d+\] refused: (.*)", refusals)
+    return results, re.findall(r"- \[\d+\] refused: (.*)", refusals), measured

@@ -191,7 +191,7 @@ def test_other_vendors(tmp_path, install, monkeypatch):
     refuse_unusable(2)  # a laptop's graphics
     (tmp_path / "rocm-smi").write_text("")
     (tmp_path / "rocm-smi").chmod(0o755)
-    with pytest.raises(UserError, match=r"2 GPUs of AMD, but torch .* isn't built for ROCm: inst"):
+    with pytest.raises(UserError, match=r"2 GPUs of AMD, but torch .* is not built for ROCm: inst"):
         refuse_unusable(2)
     with monkeypatch.context() as patch:
         patch.setenv("HIP_VISIBLE_DEVICES", "")  # asks for the CPU

@@ -257,8 +257,8 @@ class Accelerators:
         """Why torch can't use the GPUs of this machine."""
         if self.n_amd and not (self.gpus or self.n_hidden):
             return (
-                f"this machine has {plural(self.n_amd, 'GPU')} of AMD, but torch {self.torch} isn't "
-                "built for ROCm: install that build (https://pytorch.org/get-started/locally)"
+                f"this machine has {plural(self.n_amd, 'GPU')} of AMD, but torch {self.torch} is "
+                "not built for ROCm: install that build (https://pytorch.org/get-started/locally)"
             )
         if not self.gpus:
             return (
