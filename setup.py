@@ -20,6 +20,7 @@ setup(
                 "tools/launch/*.toml",
                 "config/load/*.toml",
                 "telemetry/*.toml",
+                "data/encode/*.toml",
             ),
             *("tools/reports/*.js", "tools/reports/*.css", "tools/web/*"),
         ],

@@ -11,18 +11,14 @@ from hypothesis import strategies as st
 
 from torchtitan.data.encode import base as module
 from torchtitan.data.encode.base import pieces
-from torchtitan.data.encode.tiktoken_files import LLAMA3_PATTERN
+from torchtitan.data.encode.tiktoken_files import ENCODINGS
 from torchtitan.data.encode.tokenizer import build_tokenizer
 from torchtitan.data.order.lanes import DocumentCursor, LaneReader, StreamLane
 from torchtitan.utils.assets import find_asset
 
 SHIPPED = "./tests/assets/tokenizer"
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-QWEN = {
-    "type": "Split",
-    "pattern": {"Regex": LLAMA3_PATTERN.replace("{1,3}", "")},
-    "behavior": "Isolated",
-}
+QWEN = {"type": "Split", "pattern": {"Regex": ENCODINGS["Qwen"].pattern}, "behavior": "Isolated"}
 WORDS = {
     "llama": {},
     "qwen": {"pre_tokenizer": [QWEN | {"invert": False}, BYTES], "normalizer": {"type": "NFC"}},

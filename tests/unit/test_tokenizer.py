@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 
-from torchtitan.data.encode.tiktoken_files import LLAMA3_SPECIAL
+from torchtitan.data.encode.tiktoken_files import ENCODINGS
 from torchtitan.data.encode.tokenizer import build_tokenizer
 from torchtitan.data.read.documents import DemoDocuments
 from torchtitan.utils.assets import find_asset
@@ -51,7 +51,7 @@ def test_llama3_special_tokens_have_their_ids(llama_folder):
     base = tokenizer.vocab_size - 256
     assert tokenizer.bos_id == base
     assert tokenizer.eos_id == base + 1
-    for offset, name in LLAMA3_SPECIAL.items():
+    for name, offset in ENCODINGS["Llama 3"].special.items():
         assert tokenizer.decode([base + offset]) == name
     # Published Llama 3 ids, from the end of the vocabulary: <|reserved_special_token_0|> is 128002
     # of 128000 + 256.

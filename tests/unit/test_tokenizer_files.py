@@ -108,7 +108,7 @@ CASES = {
     "llama 3's end of turn": (
         "tokenizer.model",
         lambda n: {"tokenizer_config": {"eos_token": "<|eot_id|>"}},
-        tiktoken_files.LLAMA3_PATTERN,
+        tiktoken_files.ENCODINGS["Llama 3"].pattern,
         0,
         9,
     ),
@@ -142,7 +142,7 @@ def test_a_tiktoken_file_has_the_rules_of_its_folder(case, ranks, tmp_path):
 
 
 def test_published_special_tokens():
-    assert tiktoken_files.HARMONY.special_ids(199_998) == {
+    assert tiktoken_files.ENCODINGS["gpt-oss"].special_ids(199_998) == {
         "<|startoftext|>": 199998,
         "<|endoftext|>": 199999,
         "<|return|>": 200002,
@@ -156,10 +156,10 @@ def test_published_special_tokens():
         **{f"<|reserved_{i}|>": i for i in (200000, 200001, 200004, *range(200009, 200012))},
         **{f"<|reserved_{i}|>": i for i in range(200013, 200018)},
     }
-    qwen = tiktoken_files.QWEN.special_ids(151_643)
+    qwen = tiktoken_files.ENCODINGS["Qwen"].special_ids(151_643)
     assert (qwen["<|endoftext|>"], qwen["<|im_end|>"]) == (151643, 151645)
     assert (qwen["<|extra_0|>"], qwen["<|extra_204|>"], len(qwen)) == (151646, 151850, 208)
-    assert tiktoken_files.CL100K.special_ids(100_256)["<|endofprompt|>"] == 100276
+    assert tiktoken_files.ENCODINGS["GPT-4"].special_ids(100_256)["<|endofprompt|>"] == 100276
 
 
 UNKNOWN = {

@@ -3,15 +3,17 @@
 
 Except in the last, the pattern that splits text before merging and the special tokens after the
 ranks are not in the file. The folder, the file's name and the number of ranks choose among the
-specifications here; a file that matches none is refused.
+specifications in `encodings.toml`; a file that matches none is refused.
 """
 
 import base64
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import tomli
 
 from torchtitan.data.encode.base import Tokenizer, rust_errors
 from torchtitan.data.encode.special_tokens import (
@@ -26,73 +28,19 @@ from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import BOM
 from torchtitan.utils.limits import SPECIAL_TOKENS
 
-LLAMA3_SPECIAL = {
-    0: "<|begin_of_text|>",
-    1: "<|end_of_text|>",
-    4: "<|finetune_right_pad_id|>",
-    5: "<|step_id|>",
-    6: "<|start_header_id|>",
-    7: "<|end_header_id|>",
-    8: "<|eom_id|>",
-    9: "<|eot_id|>",
-    10: "<|python_tag|>",
-}
-"""Special tokens by their offset after the ranks; the other 256 are reserved."""
 
-LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"  # noqa: E501
-    r"|\s+(?!\S)|\s+"
-)
-"""Llama 3's pattern to split text before byte-pair merging."""
-
-QWEN2_PATTERN = LLAMA3_PATTERN.replace("{1,3}", "")
-"""Qwen 2's pattern: as Llama 3's, with every digit by itself."""
-
-GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
-_ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-
-
-def _cased(upper: str, lower: str) -> str:
-    """Words of small letters after capital ones, or of capital ones."""
-    before = r"[^\r\n\p{L}\p{N}]?"
-    return f"{before}{upper}*{lower}+{_ENDING}|{before}{upper}+{lower}*{_ENDING}"
-
-
-O200K_PATTERN = (
-    _cased(f"[{_UPPER}]", f"[{_LOWER}]")
-    + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-KIMI_PATTERN = (
-    r"[\p{Han}]+|"
-    + _cased(rf"[{_UPPER}&&[^\p{{Han}}]]", rf"[{_LOWER}&&[^\p{{Han}}]]")
-    + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_HARMONY = {
-    **dict(enumerate(["<|startoftext|>", "<|endoftext|>"])),
-    4: "<|return|>",
-    5: "<|constrain|>",
-    7: "<|channel|>",
-    8: "<|start|>",
-    9: "<|end|>",
-    10: "<|message|>",
-    14: "<|call|>",
-    20: "<|endofprompt|>",
-}
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EncodingSpec:
     """Pattern and special tokens that a file of ranks does not contain."""
 
     kind: str
     pattern: str
     """Splits text before merging."""
-    special: Mapping[int, str]
-    """Special tokens by their offset after the ranks."""
-    count: int
+    special: Mapping[str, int] = field(default_factory=dict)
+    """Offsets of special tokens after the ranks."""
+    count: int = 0
     """Number of special tokens; the nameless ones are reserved."""
-    begin: str | None
+    begin: str | None = None
     end: str
     reserved: str = "<|reserved_special_token_{}|>"
     """Name of a reserved token, by a number."""
@@ -100,67 +48,21 @@ class EncodingSpec:
     """Whether the number is the id, rather than an index of reserved tokens."""
     normal_form: str | None = None
     """The normal form of Unicode in which text is encoded."""
+    file: str = ""
+    """Name of its files, if others don't have it."""
+    ranks: int = 0
+    """Number of ranks in its files, if others don't have it."""
 
     def special_ids(self, ranks: int) -> dict[str, int]:
-        names = dict(self.special)
+        names = {offset: name for name, offset in self.special.items()}
         nameless = [offset for offset in range(self.count) if offset not in names]
         for number, offset in enumerate(nameless):
             names[offset] = self.reserved.format(ranks + offset if self.number_is_id else number)
         return {name: ranks + offset for offset, name in sorted(names.items())}
 
 
-LLAMA3 = EncodingSpec(
-    "Llama 3", LLAMA3_PATTERN, LLAMA3_SPECIAL, 256, "<|begin_of_text|>", "<|end_of_text|>"
-)
-QWEN = EncodingSpec(
-    "Qwen",
-    QWEN2_PATTERN,
-    dict(enumerate(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])),
-    208,
-    None,
-    "<|endoftext|>",
-    "<|extra_{}|>",
-    normal_form="NFC",
-)
-KIMI = EncodingSpec(
-    "Kimi",
-    KIMI_PATTERN,
-    {0: "[BOS]", 1: "[EOS]"},
-    256,
-    "[BOS]",
-    "[EOS]",
-    "<|reserved_token_{}|>",
-    True,
-)
-HARMONY = EncodingSpec(
-    "gpt-oss", O200K_PATTERN, _HARMONY, 21, "<|startoftext|>", "<|return|>", "<|reserved_{}|>", True
-)
-END = "<|endoftext|>"
-O200K = EncodingSpec("GPT-4o", O200K_PATTERN, {1: END, 20: "<|endofprompt|>"}, 21, None, END)
-CL100K = EncodingSpec(
-    "GPT-4",
-    LLAMA3_PATTERN,
-    {1: END, 2: "<|fim_prefix|>", 3: "<|fim_middle|>", 4: "<|fim_suffix|>", 20: "<|endofprompt|>"},
-    21,
-    None,
-    END,
-)
-GPT2 = EncodingSpec("GPT-2", GPT2_PATTERN, {0: END}, 0, None, END)
-_BY_CLASS = {"QWenTokenizer": QWEN}
-_BY_FILE = {
-    "qwen.tiktoken": QWEN,
-    "o200k_base.tiktoken": O200K,
-    "cl100k_base.tiktoken": CL100K,
-    "r50k_base.tiktoken": GPT2,
-}
-_BY_RANKS = {
-    128_000: LLAMA3,
-    151_643: QWEN,
-    163_584: KIMI,
-    199_998: O200K,
-    100_256: CL100K,
-    50_256: GPT2,
-}
+_TABLE = Path(__file__).with_name("encodings.toml").read_text(encoding="utf-8")
+ENCODINGS = {kind: EncodingSpec(kind=kind, **each) for kind, each in tomli.loads(_TABLE).items()}
 _GENERAL = (
     "",
     "PreTrainedTokenizerFast",
@@ -247,20 +149,22 @@ def _find_spec(path: Path, ranks: int) -> EncodingSpec:
     spec: EncodingSpec | None
     if kind in _GENERAL:
         model = read_json(path.with_name("config.json")).get("model_type")
-        spec = _BY_FILE.get(path.name, _BY_RANKS.get(ranks))
+        by_ranks = {each.ranks: each for each in ENCODINGS.values()}
+        by_file = {each.file: each for each in ENCODINGS.values()}
+        spec = by_file.get(path.name, by_ranks.get(ranks))
         if (
             spec is None
             and path.suffix == ".model"
             and model in (None, "llama")
             and ranks < 128_000
         ):
-            spec = LLAMA3  # of another size
-        if spec is O200K and model == "gpt_oss":
-            spec = HARMONY
+            spec = ENCODINGS["Llama 3"]  # of another size
+        if spec is ENCODINGS["GPT-4o"] and model == "gpt_oss":
+            spec = ENCODINGS["gpt-oss"]
     elif kind == "TikTokenTokenizer" and ("kimi" in code or "moonshot" in code):
-        spec = KIMI
+        spec = ENCODINGS["Kimi"]
     else:
-        spec = _BY_CLASS.get(kind)
+        spec = ENCODINGS["Qwen"] if kind == "QWenTokenizer" else None
     if spec is not None:
         return spec
     whose = f"{ranks:,} ranks" if kind in _GENERAL else f"the class {kind}"
@@ -339,5 +243,5 @@ def _read_tekken(path: Path) -> tuple[dict[bytes, int], EncodingSpec, dict[str, 
         raise UserError(f"{start}{type(error).__name__}: {error}") from None
     _check_ranks(pairs, start)
     special = {names.get(id, f"<SPECIAL_{id}>"): id for id in range(first)}
-    spec = EncodingSpec("Mistral's tekken.json", pattern, {}, 0, "<s>", "</s>")
+    spec = EncodingSpec(kind="Mistral's tekken.json", pattern=pattern, begin="<s>", end="</s>")
     return {token: first + rank for token, rank in pairs}, spec, special

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from torchtitan.data.encode.base import pieces
-from torchtitan.data.encode.tiktoken_files import LLAMA3_PATTERN, QWEN2_PATTERN
+from torchtitan.data.encode.tiktoken_files import ENCODINGS
 from torchtitan.data.read.corpus import Corpus, uniform
 from torchtitan.data.read.documents import show_bad_documents
 from torchtitan.utils.errors import UserError
@@ -183,7 +183,7 @@ def _words(pattern: Pattern) -> "PreTokenizer":
 
     if pattern == "gpt2":
         return pre_tokenizers.ByteLevel(add_prefix_space=False)
-    expression = LLAMA3_PATTERN if pattern == "llama3" else QWEN2_PATTERN
+    expression = ENCODINGS["Llama 3" if pattern == "llama3" else "Qwen"].pattern
     return pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(expression), behavior="isolated"),
