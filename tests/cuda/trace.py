@@ -119,7 +119,7 @@ def _samples(probe: Probe, setup: Setup, config: Config) -> None:
     """Three tokens after each prompt, which is also how benchmarks are evaluated."""
     continue_prompts(
         [setup.tokenizer.encode(prompt, bos=True) for prompt in config.sampling.prompts],
-        lambda texts: probe.next_logits(texts, setup.tokenizer.vocab_size),
+        lambda texts, _: probe.next_logits(texts, setup.tokenizer.vocab_size),
         SamplingSettings(temperature=0),  # fake tensors have no random numbers
         stop=[],
         max_new_tokens=3,

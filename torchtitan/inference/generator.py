@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.utils.rnn import pad_sequence
 
 from torchtitan.data.encode.tokenizer import Tokenizer
 from torchtitan.inference.cache import GenerationCache
@@ -108,8 +109,10 @@ def sample(
     return (logits - noise).argmax(-1)
 
 
-NextLogits = Callable[[Sequence[list[int]]], Tensor]
-"""Maps texts of ids to the logits of the next token, `[b, vocab]` fp32, equal on all ranks."""
+NextLogits = Callable[[Sequence[list[int]], Sequence[int]], Tensor]
+"""Maps texts of ids, and the indices of their prompts, to the logits of the next token:
+`[b, vocab]` fp32, equal on all ranks.
+"""
 
 
 def continue_prompts(
@@ -117,31 +120,36 @@ def continue_prompts(
     next_logits: NextLogits,
     sampling: SamplingSettings,
     *,
-    stop: Sequence[int],
+    stop: Collection[int],
     max_new_tokens: int,
     max_seq_len: int,
     device: torch.device,
     ends: Callable[[Continuation], bool] = lambda _: False,
+    progress: Callable[[Continuation], None] = lambda _: None,
+    agree: bool = True,
 ) -> list[Continuation]:
-    """Continue each prompt until a stop token or a limit, without a cache, under any layout.
-
-    Each token costs a forward over the whole text. All ranks make the same calls.
+    """Continue each prompt until a stop token or a limit. All ranks make the same calls.
 
     Args:
         prompts: token ids; none empty, each shorter than `max_seq_len`.
         stop: tokens that end a text.
         ends: whether a text is complete for another reason.
+        progress: called with a continuation whenever it has grown or ended.
+        agree: take rank 0's samples.
     """
     rows = [Continuation(list(prompt)) for prompt in prompts]
     generators = [noise_generator(sampling.seed, prompt, device) for prompt in prompts]
-    while active_rows := [i for i, row in enumerate(rows) if not row.end]:
-        logits = next_logits([[*rows[i].prompt, *rows[i].tokens] for i in active_rows])
-        samples = sample(logits, sampling, [generators[i] for i in active_rows])
-        dist.broadcast(samples, src=0)  # ranks whose samples differ by rounding would hang
-        for i, token in zip(active_rows, samples.tolist(), strict=True):
+    while active := [i for i, row in enumerate(rows) if not row.end]:
+        texts = [[*rows[i].prompt, *rows[i].tokens] for i in active]
+        logits = next_logits(texts, active)
+        samples = sample(logits, sampling, [generators[i] for i in active])
+        if agree:
+            dist.broadcast(samples, src=0)  # ranks whose samples differ by rounding would hang
+        for i, token in zip(active, samples.tolist(), strict=True):
             rows[i].take(token, stop, max_new_tokens, max_seq_len)
             if not rows[i].end and ends(rows[i]):
                 rows[i].end = "stop"
+            progress(rows[i])
     return rows
 
 
@@ -192,31 +200,30 @@ class TextGenerator:
             prompts: token ids; at most `rows` prompts, none empty, each shorter than `max_seq_len`.
             progress: called with a continuation whenever it has grown or ended.
         """
-        rows = [Continuation(list(prompt)) for prompt in prompts]
-        generators = [noise_generator(sampling.seed, prompt, self.device) for prompt in prompts]
-        lengths = [len(prompt) for prompt in prompts]
-        tokens = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
-        for row, prompt in zip(tokens, prompts, strict=True):
-            row[: len(prompt)] = torch.tensor(prompt)
-        begin = [0] * len(rows)
-        while True:
-            last = [length - first - 1 for length, first in zip(lengths, begin, strict=True)]
-            logits = self._logits(tokens, begin, last)
-            samples = sample(logits, sampling, generators)
-            if self.ranks > 1:
-                dist.broadcast(samples, src=0)  # ranks whose samples differ by rounding would hang
-            token_ids = samples.tolist()
-            for i, row in enumerate(rows):
-                if not row.end:
-                    row.take(token_ids[i], self.stop, max_new_tokens, self.max_seq_len)
-                    progress(row)
-            if all(row.end for row in rows):
-                return rows
-            for i, row in enumerate(rows):
-                if not row.end:  # others stay at their position; their results are ignored
-                    begin[i] = lengths[i]
-            lengths = [first + 1 for first in begin]
-            tokens = samples.cpu()[:, None]
+        done = [0] * len(prompts)
+        """Tokens of each row in the cache."""
+
+        def next_logits(texts: Sequence[list[int]], active: Sequence[int]) -> Tensor:
+            # Rows that have ended compute a token again, which is ignored.
+            begin = [max(0, tokens - 1) for tokens in done]
+            new = [torch.zeros(1, dtype=torch.int64)] * len(prompts)
+            for i, text in zip(active, texts, strict=True):
+                begin[i], done[i] = done[i], len(text)
+                new[i] = torch.tensor(text[begin[i] :])
+            tokens = pad_sequence(new, batch_first=True)
+            return self._logits(tokens, begin, [len(ids) - 1 for ids in new])[active]
+
+        return continue_prompts(
+            prompts,
+            next_logits,
+            sampling,
+            stop=self.stop,
+            max_new_tokens=max_new_tokens,
+            max_seq_len=self.max_seq_len,
+            device=self.device,
+            progress=progress,
+            agree=self.ranks > 1,
+        )
 
     def _logits(self, tokens: Tensor, begin: Sequence[int], last: Sequence[int]) -> Tensor:
         """The logits of the next token, `[b, vocab]` fp32.

@@ -319,7 +319,7 @@ class HarnessModel(TemplateLM):
 
         rows = continue_prompts(
             [prompt[-room:] for prompt in prompts],
-            lambda texts: self.logits.next_logits(texts, self.vocab_size),
+            lambda texts, _: self.logits.next_logits(texts, self.vocab_size),
             sampling,
             stop=self.ends,
             max_new_tokens=new,

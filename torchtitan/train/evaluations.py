@@ -155,12 +155,12 @@ class WriteSamples(Evaluation):
         probe = self.engine.probe
         assert probe is not None
         tokenizer = self.engine.setup.tokenizer
-        texts, prompts = zip(*self.prompts, strict=True)
+        prompt_texts, prompts = zip(*self.prompts, strict=True)
         rows: list[Continuation] = []
         for first in range(0, len(prompts), probe.batch):
             rows += continue_prompts(
                 prompts[first : first + probe.batch],
-                lambda rows: probe.next_logits(rows, tokenizer.vocab_size),
+                lambda texts, _: probe.next_logits(texts, tokenizer.vocab_size),
                 generator.SamplingSettings(temperature=config.temperature, seed=config.seed),
                 stop=tokenizer.all_ends,
                 max_new_tokens=config.max_new_tokens,
@@ -169,7 +169,7 @@ class WriteSamples(Evaluation):
             )
         return [
             {"prompt": prompt, "text": row.text(tokenizer), "end": row.end}
-            for prompt, row in zip(texts, rows, strict=True)
+            for prompt, row in zip(prompt_texts, rows, strict=True)
         ]
 
     def record(self, run: Run, outcome: list[dict[str, Any]]) -> None:
