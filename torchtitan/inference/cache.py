@@ -35,7 +35,7 @@ class GenerationCache:
         """
         self.rows = rows
         self.length = length
-        self.layers: list[CachedAttention | CachedLatents | CachedState] = []
+        self.layers: list[CachedLayer] = []
         for module in model.modules():
             attend = getattr(module, "attend", None)
             if isinstance(module, GatedDeltaNet):
@@ -123,13 +123,20 @@ class _Slots:
         return buffer.scatter_(2, index.expand_as(new), new)
 
 
-class CachedAttention:
+class CachedLayer:
+    """A layer's memory of earlier tokens."""
+
+    def __init__(self, cache: GenerationCache):
+        self.cache = cache
+        self.buffers: list[Tensor] = []
+
+
+class CachedAttention(CachedLayer):
     """Attention to the new tokens and earlier ones, whose keys and values are kept."""
 
     def __init__(self, cache: GenerationCache, plain: Attend):
-        self.cache = cache
+        super().__init__(cache)
         self.plain = plain
-        self.buffers: list[Tensor] = []
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, scores: Scores = CAUSAL, sinks: Tensor | None = None
@@ -146,7 +153,7 @@ class CachedAttention:
         return _attend(q, keys, values, Scores(slots.visible, scale=scale), sinks=sinks)
 
 
-class CachedLatents:
+class CachedLatents(CachedLayer):
     """Latent attention to new and earlier tokens. The cache holds only the latent vectors and the
     shared, rotated keys.
 
@@ -156,9 +163,8 @@ class CachedLatents:
     """
 
     def __init__(self, cache: GenerationCache, layer: LatentAttention):
-        self.cache = cache
+        super().__init__(cache)
         self.layer = layer
-        self.buffers: list[Tensor] = []
 
     def __call__(self, q: Tensor, compressed: Tensor, key: Tensor, mask: Any = None) -> Tensor:
         """
@@ -194,14 +200,10 @@ class CachedLatents:
         return torch.einsum("bhsr,her->bshe", out, value_weight)
 
 
-class CachedState:
+class CachedState(CachedLayer):
     """Gated DeltaNet from the state after the last token, and the last inputs of its convolution:
     the same size for any number of tokens.
     """
-
-    def __init__(self, cache: GenerationCache):
-        self.cache = cache
-        self.buffers: list[Tensor] = []
 
     def __call__(
         self, qkv: Tensor, ba: Tensor, weights: DeltaWeights, documents: Tensor | None

@@ -87,9 +87,7 @@ class EvalTokenizer:
         """Read the files as transformers' fast tokenizers do."""
         assert tokenizer.path is not None
         backend = tokenizer.reading_special_tokens
-        self._special = {
-            id for id, token in backend.get_added_tokens_decoder().items() if token.special
-        }
+        self._special = {id for id, token in tokenizer.added_tokens.items() if token.special}
         self._ids = lambda text, _: backend.encode(text, add_special_tokens=False).ids
         if not by_file:
             return

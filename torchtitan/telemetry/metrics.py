@@ -235,10 +235,8 @@ class MetricsReporter:
         Args:
             scores: results by task and metric.
         """
-        record: Record = {"step": step}
-        for name, value in scores.items():
-            record[f"eval/{name}"] = value
-        self._send(record | {"time": time.time()})
+        results = {f"eval/{name}": value for name, value in scores.items()}
+        self._send({"step": step, **results, "time": time.time()})
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, str]]) -> None:
         """Record texts of the model.

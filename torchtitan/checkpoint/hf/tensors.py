@@ -132,37 +132,43 @@ class FileTensor:
 
 
 @dataclass(frozen=True)
-class BlockScaled:
+class Scaled:
+    """A quantized tensor of a folder: its values, and their scales in another tensor."""
+
+    values: FileTensor
+    scales: FileTensor
+    dtype = "BF16"
+
+    @property
+    def file(self) -> str:
+        return self.values.file
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.values.name, self.scales.name
+
+
+@dataclass(frozen=True)
+class BlockScaled(Scaled):
     """A matrix in e4m3 with a scale for each block of it (DeepSeek-V3, arXiv:2412.19437, section
     3.3). The last blocks may be smaller.
     """
 
-    weight: FileTensor
-    scale: FileTensor
     block: tuple[int, int]
-    dtype: str = "BF16"
-
-    @property
-    def file(self) -> str:
-        return self.weight.file
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.weight.shape
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.weight.name, self.scale.name
+        return self.values.shape
 
     def read(self, files: OpenSafetensors, box: Box) -> Tensor:
         strides = tuple(slice(None, None, interval.step) for interval in box)
         box = tuple(slice(interval.start, interval.stop) for interval in box)
-        values = files.read(self.weight, box).float()
+        values = files.read(self.values, box).float()
         blocks = tuple(
             slice(interval.start // size, -(-interval.stop // size))
             for interval, size in zip(box, self.block, strict=True)
         )
-        scale = files.read(self.scale, blocks).float()
+        scale = files.read(self.scales, blocks).float()
         for dim, (interval, size) in enumerate(zip(box, self.block, strict=True)):
             base = interval.start // size * size
             entries = torch.arange(interval.start - base, interval.stop - base) // size
@@ -171,38 +177,26 @@ class BlockScaled:
 
 
 @dataclass(frozen=True)
-class MXFP4:
+class MXFP4(Scaled):
     """Stacked matrices of 4-bit floats; each 32 of a row share a power of two (OCP Microscaling
     Formats, version 1.0). A row in a file becomes a column here.
 
-        blocks [..., rows, groups, 16] uint8, two values in a byte, the low half first
+        values [..., rows, groups, 16] uint8, two values in a byte, the low half first
         scales [..., rows, groups] uint8, the exponent plus 127
         here   [..., groups * 32, rows]
     """
 
-    blocks: FileTensor
-    scales: FileTensor
-    dtype: str = "BF16"
-
-    @property
-    def file(self) -> str:
-        return self.blocks.file
-
     @property
     def shape(self) -> tuple[int, ...]:
-        *stack, rows, groups, _ = self.blocks.shape
+        *stack, rows, groups, _ = self.values.shape
         return (*stack, groups * _MXFP4_VALUES, rows)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.blocks.name, self.scales.name
 
     def read(self, files: OpenSafetensors, box: Box) -> Tensor:
         *stack, inner, rows = box
         first = inner.start // _MXFP4_VALUES
         groups = slice(first, -(-inner.stop // _MXFP4_VALUES))
         group_bytes = slice(0, _MXFP4_VALUES // 2)
-        packed = files.read(self.blocks, (*stack, rows, groups, group_bytes))
+        packed = files.read(self.values, (*stack, rows, groups, group_bytes))
         values = _e2m1_pairs()[packed.int()].flatten(-2)
         exponents = files.read(self.scales, (*stack, rows, groups)).int()
         values *= _powers()[exponents].unsqueeze(-1)  # exact: it changes no mantissa

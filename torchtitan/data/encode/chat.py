@@ -83,7 +83,7 @@ class Chat:
         self.tokenizer = tokenizer
         self.template = ChatTemplate(tokenizer.path, tokenizer.names, key, tokenizer.chat_template)
         self.fingerprint = self.template.fingerprint
-        tokens = tokenizer.backend.get_added_tokens_decoder().values()
+        tokens = tokenizer.added_tokens.values()
         special = [token.content for token in tokens if token.special]
         template_tokens = [
             token.content
@@ -136,8 +136,8 @@ class Chat:
     @property
     def vocabulary(self) -> int:
         """Largest id that a conversation can have, plus one."""
-        tokens = self.tokenizer.backend.get_added_tokens_decoder()
-        ids = [id for id, token in tokens.items() if token.content in self.template.source]
+        tokens = self.tokenizer.added_tokens.items()
+        ids = [id for id, token in tokens if token.content in self.template.source]
         return max(self.tokenizer.text_size, *(id + 1 for id in ids), 0)
 
     def document(self, value: Any) -> str:

@@ -50,8 +50,8 @@ class HuggingFaceTokenizer(Tokenizer):
             max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         )
         processor = self.backend.post_processor
-        added = self.backend.get_added_tokens_decoder().values()
-        special = [token.content for token in added if token.special]
+        self.added_tokens = self.backend.get_added_tokens_decoder()
+        special = [token.content for token in self.added_tokens.values() if token.special]
         around = tokens_around(json.loads(processor.__getstate__()) if processor else None, special)
         ends = resolve_ends(path, folder_tokens, around, self.backend.token_to_id, end_of_document)
         self.set_ends(ends)
@@ -80,8 +80,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @property
     def text_size(self) -> int:
-        added = self.backend.get_added_tokens_decoder()
-        ids = {id for id, token in added.items() if not token.special}
+        ids = {id for id, token in self.added_tokens.items() if not token.special}
         ids |= set(self.backend.get_vocab(with_added_tokens=False).values())
         return max(ids | {*self.ends} | {self.bos_id or 0}) + 1
 
@@ -97,7 +96,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return self.backend.decode(list(ids), skip_special_tokens=False)
 
     def _byte_lengths(self) -> dict[int, int]:
-        added = self.backend.get_added_tokens_decoder()
+        added = self.added_tokens
         special = {id for id, token in added.items() if token.special} | {self.bos_id, self.eos_id}
         vocabulary = self.backend.get_vocab(with_added_tokens=False)
         plain = {id: name for name, id in vocabulary.items() if id not in added}

@@ -278,7 +278,6 @@ class LaneReader(SourceReader):
         self.active = set(lanes)
         """Lanes that haven't ended."""
         self.ended = not lanes
-        self.rows = self.tokens = 0
 
     def read(self, step: int, count: int, slots: NDArray[np.int64], length: int) -> dict[int, Row]:
         local = local_rows(count, self.share)
@@ -292,8 +291,7 @@ class LaneReader(SourceReader):
                     self.ended = not self.active
                 elif slot in local:
                     rows[slot] = row
-        self.rows += len(slots)
-        self.tokens += len(slots) * length
+        self.count_rows(len(slots), length)
         return rows
 
     @property

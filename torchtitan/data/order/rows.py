@@ -57,6 +57,12 @@ class SourceReader(ABC):
 
     ended = True
     """Whether rows that are missing in a step are missing in all later ones, too."""
+    rows = tokens = 0
+    """The amount that all ranks have read."""
+
+    def count_rows(self, rows: int, length: int) -> None:
+        self.rows += rows
+        self.tokens += rows * length
 
     @abstractmethod
     def read(self, step: int, count: int, slots: NDArray[np.int64], length: int) -> dict[int, Row]:

@@ -250,14 +250,12 @@ class TokenReader(SourceReader):
         self.seed = seed
         self.order = order
         self.retry = retry
-        self.rows = self.tokens = 0
 
     def read(self, step: int, count: int, slots: NDArray[np.int64], length: int) -> dict[int, Row]:
         local = local_rows(count, self.share)
         first, after = np.searchsorted(slots, [local.start, local.stop])
         pieces_of = self.order.take(len(slots), length, range(first, after))
-        self.rows += len(slots)
-        self.tokens += len(slots) * length
+        self.count_rows(len(slots), length)
         return {int(slots[i]): self._row(pieces, length) for i, pieces in pieces_of.items()}
 
     def _row(self, pieces: Sequence[Piece], length: int) -> Row:
