@@ -32,6 +32,11 @@ HARDWARE: dict[str, tuple[str, dict[str, Any]]] = {
         {"gpus_per_node": 4, "mesh": True},
     ),  # wired to each other, without a switch
     "a100, 400 Gb/s a node": ("a100", {"network": 400e9 / 8 / 8}),
+    "a100, 800 Gb/s a node": (
+        "a100",
+        {"network": 800e9 / 8 / 8},
+    ),  # no source states InternEvo's; that of its authors' cluster, as published elsewhere
+    "h800": ("h100-sxm", {"link": 200e9}),
     "h100-sxm, 800 Gb/s a node": ("h100-sxm", {"network": 800e9 / 8 / 8}),
 }
 """Names in the files that are not of this project's hardware: its name, and what is different."""
@@ -41,10 +46,11 @@ NVIDIA's uses cuDNN's attention, on Hopper about that much faster than FlashAtte
 estimate, after Shah et al., arXiv:2407.08608. What the host does for a kernel follows from the two
 rows marked `host`.
 """
+Model = tuple[str, dict[str, Any]]
 LLAMA_2 = {"n_kv_heads": 8, "vocab_size": 32000, "rope_theta": 10000.0}
 
 
-def _mpt(dim: int, layers: int, heads: int) -> tuple[str, dict[str, Any]]:
+def _mpt(dim: int, layers: int, heads: int) -> Model:
     """MPT: two matrices of 4 d in the feed-forward network, as three of 8/3 d, which have as many
     parameters.
     """
@@ -52,7 +58,23 @@ def _mpt(dim: int, layers: int, heads: int) -> tuple[str, dict[str, Any]]:
     return "8B", {**sizes, "ffn_dim": round(8 * dim / 3 / 16) * 16, "vocab_size": 50368}
 
 
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+def _relu2(dim: int, layers: int, heads: int, vocab: int, **more: Any) -> Model:
+    """Networks of two matrices of 4 d, as in nanoGPT's descendants and Nemotron-4."""
+    sizes = {"dim": dim, "n_layers": layers, "n_heads": heads, "n_kv_heads": heads}
+    return "8B", {
+        **sizes,
+        "ffn_dim": 4 * dim,
+        "vocab_size": vocab,
+        "activation": "relu2",
+        **more,
+    }
+
+
+QK_NORM = {"qk_norm": True}
+TIED = {**QK_NORM, "tie_embeddings": True}
+SSSL = {**QK_NORM, "layer_pattern": '["window", "window", "window", "full"]', "window": 1024}
+"""nanochat's: three layers of half of the row, and one of all of it."""
+MODELS: dict[str, Model] = {
     "DeepSeek-V3": ("671B", {"n_mtp": 1}),
     "DeepSeek-V3 w/o MTP": ("671B", {}),
     "gpt-oss-120b": ("120b", {}),
@@ -71,6 +93,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mpt-13b": _mpt(5120, 40, 40),
     "mpt-30b": _mpt(7168, 48, 64),
     "mpt-70b": _mpt(8192, 80, 64),
+    "m124": _relu2(768, 12, 6, 50304, **TIED),
+    "m124u": _relu2(768, 12, 6, 50304, **QK_NORM),
+    "m1.5B": _relu2(1536, 52, 12, 50304, **TIED),
+    "nc20": _relu2(1280, 20, 10, 65536, **QK_NORM),
+    "nc24": _relu2(1536, 24, 12, 32768, **SSSL),
+    "nc26": _relu2(1664, 26, 13, 32768, **SSSL),
+    "n15": _relu2(6144, 32, 48, 256000, n_kv_heads=8),
+    "n340": _relu2(18432, 96, 96, 256000, n_kv_heads=8),
+    "IL-7B": ("8B", {"n_kv_heads": 32, "ffn_dim": 11008, "vocab_size": 103168}),
+    "V2-Lite": ("Lite", {}),
 }
 """Names in the files that are not flavors: the flavor they derive from, and its overrides."""
 MIXTURES = {
@@ -80,6 +112,7 @@ MIXTURES = {
     "Kimi-K2": "deepseek_v3",
     "Moonlight-16B-A3B": "deepseek_v3",
     "120b": "gpt_oss",
+    "Lite": "deepseek_v2",
 }
 """Families of flavors with experts."""
 DENSE = {"32B": "qwen3"}
@@ -102,9 +135,14 @@ class Row:
     """One published measurement."""
 
     id: str
+    group: str
+    """Rows whose errors are stated together."""
     fit: str
-    """What was fitted to the row: `fit`, the constants; `host`, the launches of its system; or
-    nothing.
+    """What saw the row's error: `fit`, the constants; `ratio`, a constant, but only this row's
+    speed over another's; `host`, the launches of its system; `seen`, a formula or an input of its
+    system, adjusted by hand; or nothing. Of `own experts`, `under 2B` and the two groups of own
+    dense rows that came last, every second row in the file's order was marked `fit` before any of
+    their errors was computed.
     """
     system: str
     model: str
@@ -148,7 +186,8 @@ def load(file: Path) -> list[Row]:
         except ConfigError as error:
             raise SystemExit(f"{file}: {row['id']}: {error}") from None
         tps, memory = (float(row[key]) if row[key] else None for key in ("tps_gpu", "mem_gib"))
-        out.append(Row(row["id"], row["fit"], system, row["model"], hw, workload, tps, memory))
+        names = row["id"], row["group"], row["fit"], system, row["model"]
+        out.append(Row(*names, hw, workload, tps, memory))
     return out
 
 
@@ -226,6 +265,7 @@ def _arguments(row: dict[str, str]) -> list[str]:
             for key, value in settings.items()
         ),
         *more,
+        *row.get("extra", "").split(),
     ]
 
 
