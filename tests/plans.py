@@ -58,5 +58,6 @@ def product_seconds(
     seconds = 0.0
     for m, k, n in sizes:
         for rows, columns, inner in (m, n, k), (m, k, n), (k, n, m):
-            seconds += 2 * (rows * columns + hw.gemm_ramp * ramp) * (inner + hw.gemm_depth) / rate
+            idle = hw.gemm_ramp * ramp * (min(inner, hw.gemm_split) + hw.gemm_depth)
+            seconds += 2 * (rows * columns * (inner + hw.gemm_depth) + idle) / rate
     return seconds

@@ -59,6 +59,7 @@ class Hardware(BaseModel):
     gemm_fp8_rowwise: PositiveFloat
     gemm_ramp: NonNegativeFloat
     gemm_depth: NonNegativeFloat
+    gemm_split: PositiveFloat
     attention: PositiveFloat
     attention_backward: PositiveFloat
     ring_attention: PositiveFloat
@@ -137,8 +138,10 @@ class Hardware(BaseModel):
             rate: FLOP/s that large ones reach.
             depth: bytes of an activation over bytes of an operand.
         """
-        result = rows * columns + self.gemm_ramp / products
-        return 2 * products * result * (inner + self.gemm_depth * depth) / rate
+        start = self.gemm_depth * depth
+        whole = products * rows * columns * (inner + start)
+        idle = self.gemm_ramp * (min(inner, self.gemm_split) + start)
+        return 2 * (whole + idle) / rate
 
     def bandwidth(self, ranks: int, stride: int) -> float:
         """Bytes/s per rank of a ring over `ranks` ranks that are `stride` ranks apart.
