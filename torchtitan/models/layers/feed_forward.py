@@ -47,7 +47,7 @@ class FeedForward(nn.Module):
         return Cost(
             products=products_of(self, ("w1", "w3", "w2")),
             gathered=(dim,),
-            moved=3 * hidden,
+            moved=(2 if self.w3 is None else 3) * hidden,
             saved=dim + (3 if self.w3 is None else 4) * hidden,
             inner=hidden,
         )

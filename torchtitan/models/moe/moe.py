@@ -177,7 +177,7 @@ class Experts(nn.Module):
         hidden = rows * self.w1.shape[1]
         return Cost(
             products=products_of(self, ("w1", "w3", "w2"), rows),
-            moved=3 * hidden,
+            moved=(2 if self.activation == "relu2" else 3) * hidden,
             saved=2 * hidden,
             saved_eager=5 * hidden if self.activation == "clamped_swiglu" else 0,
             saved_in_8_bits=2 * hidden,
