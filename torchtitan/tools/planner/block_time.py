@@ -28,8 +28,8 @@ EMBEDDING_PASSES = 3
 CAST_INPUT_BYTES = 4
 RECAST_INPUT_BYTES = 3
 CAST_GRADIENT_BYTES = 5
-"""Bytes moved per element rounded to 8 bits: read for its scale (2), read (2) and written (1). That
-fusion saves 1 byte of an input in the forward, and 2 when the backward rounds it again, is an
+"""Bytes moved per element rounded to 8 bits: read for its scale (2), read (2) and written (1), of
+weights, too. That fusion saves 1 byte of an input in the forward, and 2 when the backward rounds it again, is an
 estimate.
 """
 SCALINGS_ROWWISE = 2
@@ -150,8 +150,12 @@ def host_seconds(w: Workload, hw: Hardware) -> tuple[float, float]:
 
 
 def _casts(w: Workload, hw: Hardware) -> tuple[float, float]:
-    """Seconds to round a block's 8-bit operands: inputs, then gradients and inputs again."""
+    """Seconds to round a block's 8-bit operands: inputs and weights, then gradients, and inputs and
+    weights again. FSDP may gather the weights of dense layers in 8 bits.
+    """
     eight_bit = [x for x in w.linears if x.eight_bit]
+    gathered = w.gathered_bytes == FP8
+    weights = CAST_GRADIENT_BYTES * sum(x.params for x in eight_bit if x.experts or not gathered)
     # wq, wk and wv share an input, and so do w1 and w3.
     inputs: dict[str, float] = {}
     outputs = 0.0
@@ -161,10 +165,11 @@ def _casts(w: Workload, hw: Hardware) -> tuple[float, float]:
         elements = x.rows * (1 if w.tensorwise and not x.experts else SCALINGS_ROWWISE)
         inputs[source] = x.inputs * elements
         outputs += x.outputs * elements
-    per_byte = w.tokens / hw.bytes_per_s
-    elements_read = sum(inputs.values())
-    forward = CAST_INPUT_BYTES * elements_read * per_byte
-    backward = (CAST_GRADIENT_BYTES * outputs + RECAST_INPUT_BYTES * elements_read) * per_byte
+    per_byte = (1.0 if w.compiled else hw.eager) / hw.bytes_per_s
+    elements_read = w.tokens * sum(inputs.values())
+    forward = (CAST_INPUT_BYTES * elements_read + weights) * per_byte
+    backward = CAST_GRADIENT_BYTES * w.tokens * outputs + RECAST_INPUT_BYTES * elements_read
+    backward = (backward + weights) * per_byte
     recompute = forward * sum(x.recompute_share for x in eight_bit) / max(1, len(eight_bit))
     return forward, backward + recompute
 
