@@ -180,6 +180,8 @@ def data_parallel(
     out = {"communication: dp": exposed}
     if w.fsdp * w.dp_replicate > 1:
         out["slowed by communication"] = hw.overlap_slowdown * hidden
+    if not (w.stays_whole or w.software.weights_in_place):
+        out["FSDP's copies"] = fsdp_copied_bytes(w, stage.rank) / hw.bytes_per_s
     if w.config.training.enable_cpu_offload:
         # Per batch two gathers read from the host; gradients are written to it.
         batches = w.accumulation
@@ -187,6 +189,21 @@ def data_parallel(
         writes = 1 if w.sums_whole_gradients else batches
         out["host memory"] = shard * (w.stored_bytes * 2 * batches + FP32 * writes) / hw.host_link
     return out
+
+
+def fsdp_copied_bytes(w: Workload, pp_rank: int) -> float:
+    """Bytes that FSDP reads and writes beside compute in a step: what was gathered, into weights,
+    in the forward and again in the backward; and gradients, into the buffer that is reduced.
+    """
+    gathers = w.accumulation
+    if w.pipeline is None and w.config.parallelism.fsdp_reshard_after_forward != "never":
+        gathers *= 2
+    reductions = 1 if w.sums_whole_gradients else w.accumulation
+    stages = w.stages_of(pp_rank)
+    params = sum(map(w.params, stages))
+    ends = sum(sum(w.ends(stage)) for stage in stages)
+    gathered = w.gathered_bytes * (params - ends) + w.element * ends
+    return gathers * 2 * gathered + reductions * (w.element + w.reduced_bytes) * params
 
 
 class _Overlap(NamedTuple):

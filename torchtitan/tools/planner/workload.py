@@ -17,6 +17,8 @@ class Software:
     """Copies keys and values for every query head before attention, as TorchTitan once did."""
     ends_in_one_unit: bool = False
     """FSDP gathers the embeddings and the output together, as TorchTitan once did."""
+    weights_in_place: bool = False
+    """Gathers weights where they are used, and reduces gradients from where they add up."""
     fused_dispatch: bool = False
     """Sends a token once to each rank with experts for it, over the network once to each node, in 8
     bits if experts compute in them, and the host doesn't wait (DeepEP, HybridEP).
