@@ -40,12 +40,14 @@ HARDWARE: dict[str, tuple[str, dict[str, Any]]] = {
     "h100-sxm, 800 Gb/s a node": ("h100-sxm", {"network": 800e9 / 8 / 8}),
 }
 """Names in the files that are not of this project's hardware: its name, and what is different."""
-SYSTEMS: dict[str, dict[str, float]] = {"Megatron": {"attention": 1.6, "host_launch": 1.7}}
+SYSTEMS: dict[str, dict[str, float]] = {"Megatron": {"host_launch": 1.7}}
 """Factors of a system's kernels on the constants of the hardware, which hold for PyTorch's own.
-NVIDIA's uses cuDNN's attention, on Hopper about that much faster than FlashAttention-2: an
-estimate, after Shah et al., arXiv:2407.08608. What the host does for a kernel follows from the two
-rows marked `host`.
+What the host does for a kernel follows from the two rows marked `host`.
 """
+FLASH_ATTENTION = {"Megatron": 0, "modded-nanogpt": 0, "nanochat": 3}
+"""`Software.flash_attention`; of other systems 2, and of TorchTitan 0 on Blackwell."""
+IN_PLACE = ("Megatron", "Meta", "InternEvo")
+"""Systems with `Software.weights_in_place`."""
 Model = tuple[str, dict[str, Any]]
 LLAMA_2 = {"n_kv_heads": 8, "vocab_size": 32000, "rope_theta": 10000.0}
 
@@ -182,7 +184,8 @@ def load(file: Path) -> list[Row]:
             hw = find_hardware(name).model_copy(update=different)
             config = load_config(_arguments(row)).config
             spec = get_spec(config.model.name)
-            workload = derived_workload(config, spec, int(row["gpus"]), _software(row, system))
+            software = _software(row, system, hw)
+            workload = derived_workload(config, spec, int(row["gpus"]), software)
         except ConfigError as error:
             raise SystemExit(f"{file}: {row['id']}: {error}") from None
         tps, memory = (float(row[key]) if row[key] else None for key in ("tps_gpu", "mem_gib"))
@@ -209,8 +212,11 @@ def _family(flavor: str) -> str:
     return (MIXTURES | DENSE).get(flavor, "llama3")
 
 
-def _software(row: dict[str, str], system: str) -> Software:
+def _software(row: dict[str, str], system: str, hw: Hardware) -> Software:
+    blackwell = system == TORCHTITAN and hw.capability == (10, 0)
     return Software(
+        flash_attention=FLASH_ATTENTION.get(system, 0 if blackwell else 2),
+        weights_in_place=system in IN_PLACE,
         kv_repeated=system == TORCHTITAN,
         ends_in_one_unit=system == TORCHTITAN,
         fused_dispatch=row.get("dispatch") == "fused",

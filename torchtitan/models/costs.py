@@ -50,6 +50,8 @@ class Heads:
     """Heads of keys and values; 0: a linear recurrence in fp32, which needs whole rows."""
     log_sums: int = 0
     """Numbers in fp32 that attention's backward needs, besides its inputs and its output."""
+    window: bool = False
+    """Tokens don't see all earlier ones."""
     gates: int = 0
     """Numbers besides queries, keys and values that heads read."""
 

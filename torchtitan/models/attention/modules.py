@@ -121,6 +121,7 @@ def score_heads(
         backward=(3 * size + 2 * value_size) / (size + value_size),
         kv_heads=kv_heads,
         log_sums=heads,
+        window=scores.window is not None and scores.window < seq_len,
     )
 
 

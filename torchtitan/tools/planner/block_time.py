@@ -83,6 +83,8 @@ def block_time(w: Workload, hw: Hardware) -> Pass:
     )
 
     rate = (hw.fp32 if hw.device == "cpu" else _peak(w, hw)) * hw.attention
+    if w.attends_by_cudnn:
+        rate *= hw.attention_cudnn
     if not w.heads.kv_heads:  # products in fp32
         rate = hw.fp32 * hw.gemm_bf16
     attention = w.attention_flops * w.tokens / rate

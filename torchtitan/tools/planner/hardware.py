@@ -61,6 +61,7 @@ class Hardware(BaseModel):
     gemm_depth: NonNegativeFloat
     gemm_split: PositiveFloat
     attention: PositiveFloat
+    attention_cudnn: PositiveFloat
     attention_backward: PositiveFloat
     ring_attention: PositiveFloat
     eager: PositiveFloat

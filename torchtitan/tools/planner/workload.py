@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from torchtitan.config.sections.schema import Config
-from torchtitan.models.costs import Cost
+from torchtitan.models.costs import FP32, Cost
 from torchtitan.parallel.pipeline.split import PipelinePlan
 from torchtitan.parallel.record import EXCHANGE_COPIES, Record, Stage
 
@@ -17,8 +17,14 @@ class Software:
     """Copies keys and values for every query head before attention, as TorchTitan once did."""
     ends_in_one_unit: bool = False
     """FSDP gathers the embeddings and the output together, as TorchTitan once did."""
+    flash_attention: int = 0
+    """Version of FlashAttention instead of the kernel that torch chooses; 3 is about as fast as
+    cuDNN's.
+    """
     weights_in_place: bool = False
-    """Gathers weights where they are used, and reduces gradients from where they add up."""
+    """Gathers weights where they are used, and reduces gradients from where they add up; rounds
+    weights to 8 bits once per step.
+    """
     fused_dispatch: bool = False
     """Sends a token once to each rank with experts for it, over the network once to each node, in 8
     bits if experts compute in them, and the host doesn't wait (DeepEP, HybridEP).
@@ -65,6 +71,15 @@ class Workload(Record):
         sorting = 2 * self.dim * self.expert_rows * self.element
         exchange = EXCHANGE_COPIES * self.dim * self.expert_rows * self.element * (self.ep > 1)
         return super().moved_bytes - sorting - exchange
+
+    @property
+    def attends_by_cudnn(self) -> bool:
+        """Whether a kernel as fast as cuDNN's runs where there is one: in 16 bits, without windows
+        or documents.
+        """
+        masks = self.heads.window or self.config.training.document_mask
+        version = self.software.flash_attention
+        return self.element != FP32 and (version == 3 or not (masks or version))
 
     def ends(self, stage: Stage) -> list[int]:
         ends = super().ends(stage)
