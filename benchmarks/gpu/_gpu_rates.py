@@ -212,9 +212,9 @@ def expected_rates(hw: Any, ranks: int) -> dict[str, float]:
     plan[MEMORY] = hw.bytes_per_s
     if ranks > 1 and not math.isinf(hw.link):
         ring = CUDA.moved * (ranks - 1) / ranks
-        once = ring / hw.bandwidth(ranks, 1) + hw.launch
+        once = ring / hw.bandwidth(ranks, 1) + hw.collective
         plan |= dict.fromkeys(("all-gather", "reduce-scatter"), ring / once)
-        plan["all-reduce"] = 2 * ring / (2 * ring / hw.bandwidth(ranks, 1) + hw.launch)
+        plan["all-reduce"] = 2 * ring / (2 * ring / hw.bandwidth(ranks, 1) + hw.collective)
         plan["all-to-all"] = ring / hw.exchange(CUDA.moved, ranks)
-        plan["send/recv"] = CUDA.moved / (CUDA.moved / hw.bandwidth(2, 1) + hw.launch)
+        plan["send/recv"] = CUDA.moved / (CUDA.moved / hw.bandwidth(2, 1) + hw.collective)
     return plan

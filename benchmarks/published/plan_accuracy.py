@@ -17,7 +17,7 @@ import math
 import statistics
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,33 +40,46 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Fitted:
-    """A constant of the performance model that is fitted."""
+    """Constants of the performance model that are fitted by one common factor."""
 
-    name: str
     hardware: tuple[str, ...]
-    """That share it; () for all."""
-    prior: float
+    """That share them; () for all."""
+    priors: Mapping[str, float]
+    """Their values before any measurement."""
     width: float
-    """Standard deviation of its logarithm before any measurement."""
+    """Standard deviation of the factor's logarithm before any measurement."""
 
 
 SLOW = ("h100-hbm2e",)
 FAST = ("h100-sxm", "h200")
 """One chip with limits of 500 and 700 W."""
+CUDNN = (*SLOW, *FAST, "h100-pcie", "b200", "b300", "gb200", "gb300")
+AMD = ("mi300x", "mi325x", "mi355x")
+"""Their rates of products alone, which a step doesn't reach."""
 FITTED = (
-    Fitted("gemm_bf16", SLOW, 0.55, 0.15),
-    Fitted("gemm_bf16", FAST, 0.66, 0.15),
-    Fitted("gemm_fp8", SLOW, 0.50, 0.2),
-    Fitted("gemm_fp8", FAST, 0.58, 0.2),
-    Fitted("gemm_fp8_rowwise", SLOW, 0.40, 0.2),
-    Fitted("attention", SLOW + FAST, 0.30, 0.2),
-    Fitted("ring_attention", (), 0.8, 0.4),
-    Fitted("eager", (), 2.4, 0.3),
-    Fitted("async_tp", (), 0.5, 0.4),
-    Fitted("link_efficiency", (), 0.75, 0.2),
-    Fitted("gemm_ramp", (), 2.2e6, 0.5),
-    Fitted("gemm_depth", (), 256, 0.5),
-    Fitted("tp_sync", (), 60e-6, 0.5),
+    Fitted(SLOW, {"gemm_bf16": 0.55}, 0.15),
+    Fitted(FAST, {"gemm_bf16": 0.66}, 0.15),
+    Fitted(SLOW, {"gemm_fp8": 0.50}, 0.2),
+    Fitted(FAST, {"gemm_fp8": 0.58}, 0.2),
+    Fitted(SLOW, {"gemm_fp8_rowwise": 0.40}, 0.2),
+    Fitted(
+        AMD,
+        {"gemm_bf16": 0.49, "gemm_fp8": 0.44, "gemm_fp8_rowwise": 0.44, "attention": 0.25},
+        0.4,
+    ),
+    Fitted(SLOW + FAST, {"attention": 0.30}, 0.2),
+    Fitted(CUDNN, {"attention_cudnn": 1.6}, 0.15),
+    Fitted((), {"ring_attention": 0.8}, 0.4),
+    Fitted((), {"eager": 2.4}, 0.3),
+    Fitted((), {"async_tp": 0.5}, 0.4),
+    Fitted((), {"link_efficiency": 0.75}, 0.2),
+    Fitted((), {"gemm_ramp": 2.2e6}, 0.5),
+    Fitted((), {"gemm_split": 4096}, 0.7),
+    Fitted((), {"gemm_depth": 256}, 0.5),
+    Fitted((), {"gemm_grouped": 0.8}, 0.3),
+    Fitted((), {"row_copies": 1.5}, 0.7),
+    Fitted((), {"collective": 40e-6}, 0.5),
+    Fitted((), {"step_overhead": 5e-3}, 0.7),
 )
 ROWWISE_OVER_BF16 = "pr808-8B-bs1-rowwise", "pr808-8B-bs1-none", 1.095
 """Two rows of one host, and the mean of the published gains of this recipe, 6.8 % (torchao pull
@@ -74,8 +87,9 @@ request 1802) and 12.3 % (these rows).
 """
 DEVIATION = 0.02
 DEVIATION_ELSEWHERE = 0.06
-"""Standard deviation assumed for the logarithm of a measured throughput: of TorchTitan; of another
-system, against its other rows, since a system may be faster or slower as a whole.
+"""Standard deviation assumed for the logarithm of a measured throughput: of TorchTitan on hardware
+whose rates are fitted; of others. Other systems are compared with their own rows, since a system
+may be faster or slower as a whole.
 """
 Constants = dict[str, dict[str, float]]
 """Constants that replace those of the tables, by hardware."""
@@ -90,14 +104,14 @@ def fit(rows: list[Row]) -> Constants:
     faster, slower, gain = (by_id.get(part, part) for part in ROWWISE_OVER_BF16)
     systems = sorted({row.system for row in marked} - {TORCHTITAN})
     every = sorted(load_hardware())
-    expected = np.array([*np.log([of.prior for of in FITTED]), *[0.0] * len(systems)])
+    expected = np.zeros(len(FITTED) + len(systems))
     widths = np.array([*(of.width for of in FITTED), *[0.2] * len(systems)])
 
     def constants(x: np.ndarray) -> Constants:
         out: Constants = defaultdict(dict)
-        for of, value in zip(FITTED, np.exp(x).tolist(), strict=False):
+        for of, factor in zip(FITTED, np.exp(x).tolist(), strict=False):
             for hardware in of.hardware or every:
-                out[hardware][of.name] = value
+                out[hardware] |= {name: prior * factor for name, prior in of.priors.items()}
         return out
 
     def residuals(x: np.ndarray) -> np.ndarray:
@@ -106,7 +120,8 @@ def fit(rows: list[Row]) -> Constants:
         whole = dict(zip(systems, x[len(FITTED) :], strict=True)) | {TORCHTITAN: 0.0}
         for row in marked:
             error = math.log(row.predicted(made) / row.tokens_per_second) + whole[row.system]
-            off.append(error / (DEVIATION if row.system == TORCHTITAN else DEVIATION_ELSEWHERE))
+            ours = row.system == TORCHTITAN and row.hardware.fitted
+            off.append(error / (DEVIATION if ours else DEVIATION_ELSEWHERE))
         off.append(math.log(faster.predicted(made) / slower.predicted(made) / gain) / DEVIATION)
         return np.array([*off, *((x - expected) / widths)])
 
@@ -234,7 +249,7 @@ def main() -> None:
     changed: Constants = {}
     if options.fit:
         changed = fit(rows)
-        for hardware in (*SLOW, *FAST):
+        for hardware in (*SLOW, *FAST, AMD[0]):
             print(
                 f"[{hardware}]",
                 "".join(f"\n{name} = {value:.4g}" for name, value in changed[hardware].items()),

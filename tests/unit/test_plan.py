@@ -402,7 +402,7 @@ def test_eager_tensor_parallelism_copies_along_the_sequence_of_several_rows():
         workload(*argv, tp, f"--training.local_batch_size={rows}", world=8) for rows in (1, 2)
     )
     seconds = [step_time(w, H100).by_cause["communication: tp"] for w in (one, two)]
-    sync = 32 * 10 * H100.tp_sync
+    sync = 32 * 10 * H100.collective
     copied = 32 * 10 * 2 * 2 * (2 * 8192) * 4096 / H100.bytes_per_s
     assert seconds[1] == pytest.approx(2 * (seconds[0] - sync) + sync + copied)
 
@@ -479,7 +479,7 @@ def test_an_exchange_of_heads_by_hand():
     )
     heads = workload(NONE, "--model.flavor=8B", *ONE_ROW, *cp, world=4)
     size = 2 * 2048 * (4096 + 2 * 1024 + 4096) * 3 / 4
-    once = size / H100.bandwidth(4, 1) + 2 * H100.launch
+    once = size / H100.bandwidth(4, 1) + 2 * H100.collective
     assert context_parallel(heads, H100, 0.0) == pytest.approx((once, once))
 
 

@@ -142,10 +142,10 @@ def test_exchanges_by_hand():
     within = workload(*LARGE, NONE, EP + "8", world=16)
     link = H100.link * H100.link_efficiency
     port = H100.network * H100.network_efficiency
-    expected = 48 * (4 * rows * 7 / 8 / link + 5 * H100.launch + HOST_WAIT)
+    expected = 48 * (4 * rows * 7 / 8 / link + 5 * H100.collective + HOST_WAIT)
     assert step_time(within, H100).by_cause["communication: ep"] == pytest.approx(expected)
     across = workload(*LARGE, NONE, EP + "16", world=16)
-    expected = 48 * (4 * rows * 8 / 16 / port + 5 * (H100.launch + 8 * H100.latency) + HOST_WAIT)
+    expected = 48 * (4 * rows * 8 / 16 / port + 5 * H100.collective + HOST_WAIT)
     assert step_time(across, H100).by_cause["communication: ep"] == pytest.approx(expected)
 
 
@@ -163,16 +163,16 @@ def test_other_software_by_hand():
     ranks = 16 * (1 - (15 / 16) ** 8) * 7 / 8
     port = H100.network * H100.network_efficiency
     link = 0.46 * H100.link * H100.link_efficiency
-    once = max(4096 * token * other_node / port, 4096 * token * ranks / link) + H100.launch
+    once = max(4096 * token * other_node / port, 4096 * token * ranks / link) + H100.collective
     assert step_time(fused, H100).by_cause["communication: ep"] == pytest.approx(48 * 4 * once)
     assert "communication: ep" not in step_time(hidden, H100).by_cause
 
 
 def test_what_hides_exchanges_by_hand():
     """A shared expert, on the way to the experts."""
-    seconds = 2 * 4096 * 8 * 2048 * 7 / 8 / (H100.link * H100.link_efficiency) + H100.launch
+    seconds = 2 * 4096 * 8 * 2048 * 7 / 8 / (H100.link * H100.link_efficiency) + H100.collective
     shared = ["--model.overrides.shared_expert_dim=64"]
-    rest = 48 * (H100.launch + HOST_WAIT)
+    rest = 48 * (H100.collective + HOST_WAIT)
     w = workload(*LARGE, NONE, *shared, EP + "8", world=8)
     hiding = product_seconds(
         H100, [(4096, 2048, 64)] * 2 + [(4096, 64, 2048)], H100.bf16 * H100.gemm_bf16

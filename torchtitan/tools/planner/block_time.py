@@ -227,7 +227,7 @@ def _products(w: Workload, hw: Hardware, linear: Linear) -> _Products:
         operand = FP8
     products = max(1, linear.experts)
     if linear.experts:
-        rate /= 1 + EXPERT_TILE / 2 / (tokens / products)
+        rate *= hw.gemm_grouped / (1 + EXPERT_TILE / 2 / (tokens / products))
     # The sizes of one product of a group: rows, columns, and the size that is summed over.
     m = tokens / products
     n = linear.outputs

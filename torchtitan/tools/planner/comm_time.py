@@ -35,10 +35,10 @@ def tensor_parallel(
     gather = share * (FP8 if w.tensorwise else w.element) + copy_seconds * w.element
     scatter = (share + copy_seconds) * w.element
     # In the forward each input is gathered and each result scattered once.
-    forward = sum(width * gather + hw.tp_sync for width, _ in gathers[:-1])
-    forward += w.tensor_results * (w.dim * scatter + hw.tp_sync)
-    total = sum(calls * (width * gather + hw.tp_sync) for width, calls in gathers)
-    total += sum(calls * (width * scatter + hw.tp_sync) for width, calls in scatters)
+    forward = sum(width * gather + hw.collective for width, _ in gathers[:-1])
+    forward += w.tensor_results * (w.dim * scatter + hw.collective)
+    total = sum(calls * (width * gather + hw.collective) for width, calls in gathers)
+    total += sum(calls * (width * scatter + hw.collective) for width, calls in scatters)
     backward = total - forward
     if w.async_tp:  # transfers hide behind the products beside them
         forward -= hw.async_tp * min(forward, products[0])
@@ -56,7 +56,7 @@ def context_parallel(w: Workload, hw: Hardware, attention: float) -> tuple[float
         return 0.0, 0.0
     if w.by_heads:
         size = sum(w.heads_exchanged) * (w.cp - 1) / w.cp
-        once = size / hw.bandwidth(w.cp, w.tp) + 2 * hw.launch
+        once = size / hw.bandwidth(w.cp, w.tp) + 2 * hw.collective
         return once, once * (1 + w.recompute.attention)
     elements = w.tokens * (w.heads.keys + w.heads.values) / w.tp * (w.cp - 1)
     bandwidth = hw.bandwidth(w.cp, w.tp)
@@ -107,7 +107,7 @@ def _fused_exchange(w: Workload, hw: Hardware, element: int) -> float:
     ranks = _expected_distinct(w.ep, round(w.expert_rows * w.tp)) * (inside - 1) / inside
     link = size * ranks / (hw.link * hw.link_efficiency * FUSED_LINK)
     network = size * target_nodes * (nodes - 1) / nodes / (hw.network * hw.network_efficiency)
-    return max(link, network) + hw.launch
+    return max(link, network) + hw.collective
 
 
 def _expected_distinct(count: int, draws: int) -> float:
@@ -127,7 +127,7 @@ def expert_counts(w: Workload, hw: Hardware) -> tuple[float, float]:
 
 def transfer(w: Workload, hw: Hardware) -> float:
     """Seconds to send a microbatch's hidden states to the next stage."""
-    return w.hidden_bytes / hw.bandwidth(2, stride=w.world // w.pp) + hw.launch
+    return w.hidden_bytes / hw.bandwidth(2, stride=w.world // w.pp) + hw.collective
 
 
 def gather_and_reduce(w: Workload, hw: Hardware) -> tuple[float, float, float]:
@@ -141,11 +141,8 @@ def gather_and_reduce(w: Workload, hw: Hardware) -> tuple[float, float, float]:
         if ranks > 1:
             bandwidth = hw.bandwidth(ranks, stride)
             share = (ranks - 1) / ranks
-            latency = hw.launch
-            if ranks * stride > hw.gpus_per_node:
-                latency = hw.latency * (ranks - 1)
-            gather += params * element_bytes * share / bandwidth + latency
-            scatter += params * w.reduced_bytes * share / bandwidth + latency
+            gather += params * element_bytes * share / bandwidth + hw.collective
+            scatter += params * w.reduced_bytes * share / bandwidth + hw.collective
         if w.dp_replicate > 1:
             replicas = w.dp_replicate
             bandwidth = hw.bandwidth(replicas, w.tp * w.fsdp)

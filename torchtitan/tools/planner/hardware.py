@@ -22,6 +22,8 @@ from torchtitan.utils.errors import ConfigError, did_you_mean
 from torchtitan.utils.files import text_of
 
 FILE = Path(__file__).with_name("hardware.toml")
+_REMOVED = ("latency", "launch", "tp_sync")
+"""Constants of files that earlier versions wrote; `collective` is all of them."""
 
 
 class Hardware(BaseModel):
@@ -60,20 +62,20 @@ class Hardware(BaseModel):
     gemm_ramp: NonNegativeFloat
     gemm_depth: NonNegativeFloat
     gemm_split: PositiveFloat
+    gemm_grouped: PositiveFloat
     attention: PositiveFloat
     attention_cudnn: PositiveFloat
     attention_backward: PositiveFloat
     ring_attention: PositiveFloat
     eager: PositiveFloat
+    row_copies: NonNegativeFloat
     async_tp: NonNegativeFloat
     link_efficiency: PositiveFloat
     memory_efficiency: PositiveFloat
     network_efficiency: PositiveFloat
     overlap_slowdown: NonNegativeFloat
     node_variation: NonNegativeFloat
-    latency: NonNegativeFloat
-    launch: NonNegativeFloat
-    tp_sync: NonNegativeFloat
+    collective: NonNegativeFloat
     host_launch: NonNegativeFloat
     step_overhead: NonNegativeFloat
     host_link: PositiveFloat
@@ -171,7 +173,7 @@ class Hardware(BaseModel):
         inside = min(ranks, self.gpus_per_node)
         link = size * (inside - 1) / ranks / (self.link * self.link_efficiency)
         network = size * (ranks - inside) / ranks / (self.network * self.network_efficiency)
-        return max(link, network) + self.launch + self.latency * (ranks - inside)
+        return max(link, network) + self.collective
 
 
 @cache
@@ -196,8 +198,11 @@ def load_hardware(path: Path = FILE) -> dict[str, Hardware]:
     hardware = {}
     problems = []
     for name, table in tables.items():
+        values = {"name": name} | shared | table
         try:
-            hardware[name] = Hardware.model_validate({"name": name} | shared | table)
+            hardware[name] = Hardware.model_validate(
+                {key: value for key, value in values.items() if key not in _REMOVED}
+            )
         except ValidationError as error:
             problems += [
                 f"{path}: {name}.{e['loc'][0]}: {e['msg'][0].lower()}{e['msg'][1:]}"
