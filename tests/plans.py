@@ -18,7 +18,7 @@ memory_bandwidth = 6e9
 gpus_per_node = 1
 gemm_bf16 = 1.0
 gemm_ramp = 0.0
-gemm_depth = 0.0
+gemm_start = 0.0
 attention = 0.5
 reserve_gib = 1.0
 """
@@ -58,6 +58,7 @@ def product_seconds(
     seconds = 0.0
     for m, k, n in sizes:
         for rows, columns, inner in (m, n, k), (m, k, n), (k, n, m):
-            idle = hw.gemm_ramp * ramp * (min(inner, hw.gemm_split) + hw.gemm_depth)
-            seconds += 2 * (rows * columns * (inner + hw.gemm_depth) + idle) / rate
+            idle = hw.gemm_ramp * ramp * min(inner, hw.gemm_split)
+            seconds += 2 * (rows * columns * inner + idle) / rate
+            seconds += hw.gemm_start * (ramp + rows * columns / hw.gemm_ramp)
     return seconds

@@ -304,15 +304,14 @@ def test_expected_rates():
     """By hand, from the constants of the table."""
     hw = find_hardware("h100-sxm")
     found = rates.expected_rates(hw, 8)
-    widened = (8192**2 + hw.gemm_ramp) / 8192**2
-    deepened = (8192 + hw.gemm_depth) / 8192
-    assert found["bfloat16"] == pytest.approx(989e12 * hw.gemm_bf16 / widened / deepened)
-    deepened = (8192 + 2 * hw.gemm_depth) / 8192
-    assert found["float8"] == pytest.approx(1979e12 * hw.gemm_fp8 / widened / deepened)
+    start = (1 + 8192**2 / hw.gemm_ramp) * hw.gemm_start
+    flops = 2 * (8192**3 + hw.gemm_ramp * min(8192, hw.gemm_split))
+    for name, rate in {"bfloat16": 989e12 * hw.gemm_bf16, "float8": 1979e12 * hw.gemm_fp8}.items():
+        assert found[name] == pytest.approx(2 * 8192**3 / (flops / rate + start))
     assert found["memory"] == pytest.approx(3.35e12 * 0.8)
     ring = 2**28 * 7 / 8
     link = 450e9 * hw.link_efficiency
-    assert found["all-gather"] == pytest.approx(ring / (ring / link + 20e-6))
+    assert found["all-gather"] == pytest.approx(ring / (ring / link + hw.collective))
     assert set(rates.COLLECTIVES) < set(found)
     assert not set(rates.COLLECTIVES) & set(rates.expected_rates(hw, 1))
     assert "float8" not in rates.expected_rates(find_hardware("a100"), 8)

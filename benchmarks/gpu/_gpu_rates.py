@@ -200,14 +200,12 @@ def expected_rates(hw: Any, ranks: int) -> dict[str, float]:
     """
     n = CUDA.product
     peaks = {
-        "bfloat16": (hw.bf16 * hw.gemm_bf16, 1.0),
-        "float32": (hw.fp32 * hw.gemm_bf16, 1.0),
-        "float8": (hw.fp8 * hw.gemm_fp8, 2.0),
+        "bfloat16": hw.bf16 * hw.gemm_bf16,
+        "float32": hw.fp32 * hw.gemm_bf16,
+        "float8": hw.fp8 * hw.gemm_fp8,
     }
     plan = {
-        name: 2 * n**3 / hw.product_seconds(n, n, n, rate, depth=depth)
-        for name, (rate, depth) in peaks.items()
-        if rate
+        name: 2 * n**3 / hw.product_seconds(n, n, n, rate) for name, rate in peaks.items() if rate
     }
     plan[MEMORY] = hw.bytes_per_s
     if ranks > 1 and not math.isinf(hw.link):

@@ -53,7 +53,8 @@ class Fitted:
 SLOW = ("h100-hbm2e",)
 FAST = ("h100-sxm", "h200")
 """One chip with limits of 500 and 700 W."""
-CUDNN = (*SLOW, *FAST, "h100-pcie", "b200", "b300", "gb200", "gb300")
+HOPPER = (*SLOW, *FAST, "h100-pcie")
+BLACKWELL = ("b200", "b300", "gb200", "gb300")
 AMD = ("mi300x", "mi325x", "mi355x")
 """Their rates of products alone, which a step doesn't reach."""
 FITTED = (
@@ -62,23 +63,20 @@ FITTED = (
     Fitted(SLOW, {"gemm_fp8": 0.50}, 0.2),
     Fitted(FAST, {"gemm_fp8": 0.58}, 0.2),
     Fitted(SLOW, {"gemm_fp8_rowwise": 0.40}, 0.2),
-    Fitted(
-        AMD,
-        {"gemm_bf16": 0.49, "gemm_fp8": 0.44, "gemm_fp8_rowwise": 0.44, "attention": 0.25},
-        0.4,
-    ),
+    Fitted(AMD, {"gemm_bf16": 0.49, "attention": 0.25}, 0.4),
+    Fitted(AMD, {"gemm_fp8": 0.44, "gemm_fp8_rowwise": 0.44}, 0.4),
     Fitted(SLOW + FAST, {"attention": 0.30}, 0.2),
-    Fitted(CUDNN, {"attention_cudnn": 1.6}, 0.15),
+    Fitted(HOPPER + BLACKWELL, {"attention_cudnn": 1.6}, 0.15),
     Fitted((), {"ring_attention": 0.8}, 0.4),
     Fitted((), {"eager": 2.4}, 0.3),
     Fitted((), {"async_tp": 0.5}, 0.4),
-    Fitted((), {"link_efficiency": 0.75}, 0.2),
-    Fitted((), {"gemm_ramp": 2.2e6}, 0.5),
+    Fitted((), {"link_efficiency": 0.75}, 0.1),
+    Fitted((), {"gemm_ramp": 2.2e6}, 0.25),
     Fitted((), {"gemm_split": 4096}, 0.7),
-    Fitted((), {"gemm_depth": 256}, 0.5),
-    Fitted((), {"gemm_grouped": 0.8}, 0.3),
-    Fitted((), {"row_copies": 1.5}, 0.7),
-    Fitted((), {"collective": 40e-6}, 0.5),
+    Fitted((), {"gemm_start": 1.7e-6}, 0.3),
+    Fitted(BLACKWELL + AMD, {"gemm_grouped": 0.8}, 0.5),  # torch's kernel was written for Hopper
+    Fitted((), {"row_copies": 1.5}, 0.3),
+    Fitted((), {"collective": 40e-6}, 0.4),
     Fitted((), {"step_overhead": 5e-3}, 0.7),
 )
 ROWWISE_OVER_BF16 = "pr808-8B-bs1-rowwise", "pr808-8B-bs1-none", 1.095

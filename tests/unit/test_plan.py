@@ -258,7 +258,7 @@ def test_matrix_products_by_hand():
     by_hand = 32 * product_seconds(H100, [q, kv, kv, q, up, up, down], 989e12 * H100.gemm_bf16)
     assert step_time(w, H100).by_cause["matrix products"] == pytest.approx(by_hand)
     blocks = 32 * (4096 * 4096 * 2 + 4096 * 1024 * 2 + 3 * 4096 * 14336)
-    large = H100.model_copy(update={"gemm_ramp": 0.0, "gemm_depth": 0.0})
+    large = H100.model_copy(update={"gemm_ramp": 0.0, "gemm_start": 0.0})
     assert step_time(w, large).by_cause["matrix products"] == pytest.approx(
         6 * blocks * 8192 / 989e12 / H100.gemm_bf16
     )

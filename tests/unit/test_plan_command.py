@@ -158,7 +158,7 @@ def test_this_machines_cpu_is_measured(tmp_path, monkeypatch, capsys):
     assert made.device == "cpu"
     assert made.fp32 > 1e8
     assert made.memory_gib > 0.5
-    assert made.gemm_ramp == made.gemm_depth == 0  # small products were measured
+    assert made.gemm_ramp == made.gemm_start == 0  # small products were measured
     debug = str(ROOT / "train_configs/debug_model.toml")
     assert main([debug, f"--hardware={file}", "--world=1"]) == 0
     assert "on 1 x this-machine (1 node)" in capsys.readouterr().out

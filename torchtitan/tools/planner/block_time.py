@@ -156,8 +156,10 @@ def _casts(w: Workload, hw: Hardware) -> tuple[float, float]:
     weights again. FSDP may gather the weights of dense layers in 8 bits.
     """
     eight_bit = [x for x in w.linears if x.eight_bit]
-    gathered = w.gathered_bytes == FP8
-    weights = CAST_GRADIENT_BYTES * sum(x.params for x in eight_bit if x.experts or not gathered)
+    rounded = [x for x in eight_bit if x.experts or w.gathered_bytes != FP8]
+    weights = CAST_GRADIENT_BYTES * sum(x.params for x in rounded)
+    if w.software.weights_in_place:
+        weights = 0
     # wq, wk and wv share an input, and so do w1 and w3.
     inputs: dict[str, float] = {}
     outputs = 0.0
@@ -234,8 +236,7 @@ def _products(w: Workload, hw: Hardware, linear: Linear) -> _Products:
     k = linear.inputs
 
     def seconds(rows: float, columns: float, inner: float, traffic: float) -> float:
-        depth = w.element / operand
-        computed = hw.product_seconds(rows, columns, inner, rate, depth=depth, products=products)
+        computed = hw.product_seconds(rows, columns, inner, rate, products)
         return max(computed, products * traffic / hw.bytes_per_s)
 
     input_bytes = operand * m * k

@@ -22,8 +22,8 @@ from torchtitan.utils.errors import ConfigError, did_you_mean
 from torchtitan.utils.files import text_of
 
 FILE = Path(__file__).with_name("hardware.toml")
-_REMOVED = ("latency", "launch", "tp_sync")
-"""Constants of files that earlier versions wrote; `collective` is all of them."""
+_REMOVED = ("gemm_depth", "latency", "launch", "tp_sync")
+"""Constants of files that earlier versions wrote, now `gemm_start` and `collective`."""
 
 
 class Hardware(BaseModel):
@@ -60,7 +60,7 @@ class Hardware(BaseModel):
     gemm_fp8: PositiveFloat
     gemm_fp8_rowwise: PositiveFloat
     gemm_ramp: NonNegativeFloat
-    gemm_depth: NonNegativeFloat
+    gemm_start: NonNegativeFloat
     gemm_split: PositiveFloat
     gemm_grouped: PositiveFloat
     attention: PositiveFloat
@@ -131,20 +131,20 @@ class Hardware(BaseModel):
         columns: float,
         inner: float,
         rate: float,
-        *,
-        depth: float = 1.0,
         products: int = 1,
     ) -> float:
         """Seconds of `products` equal matrix products, which sum over `inner` terms.
 
+        They take waves of `gemm_ramp` elements, one more than their results fill, and each wave
+        `gemm_start` beside its sums.
+
         Args:
             rate: FLOP/s that large ones reach.
-            depth: bytes of an activation over bytes of an operand.
         """
-        start = self.gemm_depth * depth
-        whole = products * rows * columns * (inner + start)
-        idle = self.gemm_ramp * (min(inner, self.gemm_split) + start)
-        return 2 * (whole + idle) / rate
+        result = products * rows * columns
+        waves = 1 + result / self.gemm_ramp if self.gemm_ramp else 0.0
+        idle = self.gemm_ramp * min(inner, self.gemm_split)
+        return 2 * (result * inner + idle) / rate + waves * self.gemm_start
 
     def bandwidth(self, ranks: int, stride: int) -> float:
         """Bytes/s per rank of a ring over `ranks` ranks that are `stride` ranks apart.
