@@ -52,6 +52,7 @@ def describe_cpu() -> str:
 [this-machine]
 description = "CPU, measured"
 device = "cpu"
+measured = true
 memory_gib = {psutil.virtual_memory().total / 2**30:.1f}
 bf16 = {bf16:.4g}
 fp8 = 0

@@ -81,6 +81,8 @@ class Hardware(BaseModel):
     host_link: PositiveFloat
     reserve_gib: NonNegativeFloat
     fitted: bool = False
+    measured: bool = False
+    """Whether plans are held against published runs on it, or its rates were measured."""
 
     @property
     def accelerator(self) -> Accelerator:

@@ -1,6 +1,7 @@
 """The record of a run that a plan prices, and what other software does differently."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Self
 
 from torchtitan.config.sections.schema import Config
@@ -80,6 +81,15 @@ class Workload(Record):
         masks = self.heads.window or self.config.training.document_mask
         version = self.software.flash_attention
         return self.element != FP32 and (version == 3 or not (masks or version))
+
+    @cached_property
+    def total_params(self) -> int:
+        """Parameters of the whole model, on all ranks."""
+        counts = self.block_counts(self.stages)
+        experts = sum(count * block.expert_params for block, count in counts)
+        dense = sum(count * block.block_params for block, count in counts) - experts
+        dense += self.vocab_params * (1 if self._tied else 2)
+        return self.tp * dense + self.ep * experts
 
     def ends(self, stage: Stage) -> list[int]:
         ends = super().ends(stage)
