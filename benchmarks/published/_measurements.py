@@ -44,8 +44,8 @@ SYSTEMS: dict[str, dict[str, float]] = {"Megatron": {"host_launch": 1.7}}
 """Factors of a system's kernels on the constants of the hardware, which hold for PyTorch's own.
 What the host does for a kernel follows from the two rows marked `host`.
 """
-KERNELS: dict[str, dict[str, float]] = {"Megatron": {"gemm_grouped": 1.0, "row_copies": 1.0}}
-"""Constants of a system's own kernels, where those of the hardware are TorchTitan's: estimates."""
+KERNELS: dict[str, dict[str, float]] = {"Megatron": {"gemm_grouped": 1.0}}
+"""Constants of a system's own kernels, where those of the hardware are PyTorch's: estimates."""
 FLASH_ATTENTION = {"Megatron": 0, "modded-nanogpt": 0, "nanochat": 3}
 """`Software.flash_attention`; of other systems 2, and of TorchTitan 0 on Blackwell."""
 IN_PLACE = ("Megatron", "Meta", "InternEvo")

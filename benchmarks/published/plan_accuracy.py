@@ -75,7 +75,6 @@ FITTED = (
     Fitted((), {"gemm_split": 4096}, 0.7),
     Fitted((), {"gemm_start": 1.7e-6}, 0.3),
     Fitted(BLACKWELL + AMD, {"gemm_grouped": 0.8}, 0.5),  # torch's kernel was written for Hopper
-    Fitted((), {"row_copies": 1.5}, 0.3),
     Fitted((), {"collective": 40e-6}, 0.4),
     Fitted((), {"step_overhead": 5e-3}, 0.7),
 )

@@ -68,7 +68,6 @@ class Hardware(BaseModel):
     attention_backward: PositiveFloat
     ring_attention: PositiveFloat
     eager: PositiveFloat
-    row_copies: NonNegativeFloat
     async_tp: NonNegativeFloat
     link_efficiency: PositiveFloat
     memory_efficiency: PositiveFloat
