@@ -46,8 +46,8 @@ What the host does for a kernel follows from the two rows marked `host`.
 """
 KERNELS: dict[str, dict[str, float]] = {"Megatron": {"gemm_grouped": 1.0}}
 """Constants of a system's own kernels, where those of the hardware are PyTorch's: estimates."""
-FLASH_ATTENTION = {"Megatron": 0, "modded-nanogpt": 0, "nanochat": 3}
-"""`Software.flash_attention`; of other systems 2, and of TorchTitan 0 on Blackwell."""
+FAST_ATTENTION = ("Megatron", "modded-nanogpt", "nanochat")
+"""Systems with `Software.fast_attention`; TorchTitan has it on Blackwell."""
 IN_PLACE = ("Megatron", "Meta", "InternEvo")
 """Systems with `Software.weights_in_place`."""
 Model = tuple[str, dict[str, Any]]
@@ -215,15 +215,15 @@ def _family(flavor: str) -> str:
 
 def _software(row: dict[str, str], system: str, hw: Hardware) -> Software:
     blackwell = system == TORCHTITAN and hw.capability == (10, 0)
+    fast = system in FAST_ATTENTION or blackwell
     return Software(
-        flash_attention=FLASH_ATTENTION.get(system, 0 if blackwell else 2),
+        fast_attention=fast,
         weights_in_place=system in IN_PLACE,
         kv_repeated=system == TORCHTITAN,
         ends_in_one_unit=system == TORCHTITAN,
         fused_dispatch=row.get("dispatch") == "fused",
         launches_alone=system == "Megatron",
         overlaps_experts=row.get("overlap") == "1",
-        cuda_graphs=row.get("graphs") == "1",
     )
 
 

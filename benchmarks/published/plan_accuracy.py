@@ -2,9 +2,9 @@
 
     python benchmarks/published/plan_accuracy.py [--fit]
 
-`published.csv` and `elsewhere.csv` hold the measurements with their settings and sources. Each row
-becomes a configuration of this project and is planned like any other (`_measurements.py`). `--fit`
-fits the constants again, to the rows marked `fit` alone, and the bands to the others. `--trace
+`published.csv` and `elsewhere.csv` hold the measurements with their settings and sources, in groups.
+Each row becomes a configuration of this project and is planned like any other (`_measurements.py`).
+`--fit` fits the constants again, to the rows marked `fit` alone, and the bands to the others. `--trace
 repo-T1 paper-70B` also traces the memory of the rows whose names begin so: half a minute to minutes
 each.
 """
@@ -280,7 +280,7 @@ def main() -> None:
 def spread(off: Errors) -> str:
     """Median and largest error, as cells."""
     sizes = [abs(error) for _, error in off]
-    return f"{statistics.median(sizes):.1%} | {max(sizes):.1%}" if sizes else "| "
+    return f"{statistics.median(sizes):.1%} | {max(sizes):.1%}" if sizes else " | "
 
 
 def by_group(speed: Errors, within: Mapping[str, bool]) -> Iterator[str]:
@@ -299,11 +299,12 @@ def by_group(speed: Errors, within: Mapping[str, bool]) -> Iterator[str]:
     for name, pairs in [*groups.items(), ("all", speed)]:
         out = held_out(pairs)
         seen = [pair for pair in pairs if pair[0].fit]
-        cells = "| | | " if not out else (
-            f"{spread(out)} | {statistics.median(error for _, error in out):+.1%} "
-            f"| {sum(within[row.id] for row, _ in out)}"
+        bias = statistics.median(error for _, error in out)
+        inside = sum(within[row.id] for row, _ in out)
+        yield (
+            f"| {name} | {len(seen)} | {spread(seen)} | {len(out)} | {spread(out)} | {bias:+.1%} "
+            f"| {inside} |"
         )
-        yield f"| {name} | {len(seen)} | {spread(seen)} | {len(out)} | {cells} |"
 
 
 def statistics_tables(rows: list[Row], changed: Constants | None = None) -> Iterator[str]:
@@ -313,7 +314,7 @@ def statistics_tables(rows: list[Row], changed: Constants | None = None) -> Iter
     within = {row.id: inside for (row, _), inside in zip(out, within_band_left_out(out), strict=True)}
     yield from by_group(speed, within)
     inside = sum(abs(error) <= memory_band(row.workload) for row, error in space)
-    yield f"| memory | {len(space)} | {spread(space)} | | | | | {inside} |"
+    yield f"| memory | {len(space)} | {spread(space)} |  |  |  |  | {inside} |"
     yield from by_feature(speed, within)
     yield (
         "\n| pairs of the same system, model and hardware | in the right order | rank "

@@ -249,15 +249,15 @@ GATHERED = "--quantize.linear.float8.enable_fsdp_float8_all_gather"
 
 
 def test_fsdps_copies_by_hand():
-    """Per parameter 2 + 2 bytes out of each of two gathers, and 2 + 4 into the reduction; 1 + 1 of
-    blocks that are gathered in 8 bits.
+    """Per parameter 2 + 2 bytes out of each of two gathers, in 8 bits 1 + 1; and 2 + 4 into the
+    reduction.
     """
     batches = "--training.global_batch_size=16"
     w = workload("--model.flavor=8B", *ONE_ROW, batches, world=8)
     copied = 2 * 14 * 8_030_261_248 / H100.bytes_per_s
     assert step_time(w, H100).by_cause["FSDP's copies"] == pytest.approx(copied)
     float8 = workload("--model.flavor=8B", *ONE_ROW, batches, *FLOAT8, GATHERED, world=8)
-    less = 2 * 4 * 32 * w.block_params / H100.bytes_per_s
+    less = 2 * 4 * 8_030_261_248 / H100.bytes_per_s
     assert step_time(float8, H100).by_cause["FSDP's copies"] == pytest.approx(copied - less)
 
 
@@ -450,8 +450,6 @@ def test_small_batches_are_bound_by_the_host():
     large = predict(workload("--model.flavor=8B", *ONE_ROW, NONE, world=8), SPEC, H100)
     assert LAUNCHES not in large.time.by_cause
     assert large.speed_band < 0.1 < compiled.speed_band < plan.speed_band
-    replayed = derived_workload(w.config, SPEC, 8, Software(cuda_graphs=True))
-    assert LAUNCHES not in step_time(replayed, H100).by_cause
 
 
 def test_eager_tensor_parallelism_copies_along_the_sequence_of_several_rows():

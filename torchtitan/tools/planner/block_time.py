@@ -28,9 +28,9 @@ EMBEDDING_PASSES = 3
 CAST_INPUT_BYTES = 4
 RECAST_INPUT_BYTES = 3
 CAST_GRADIENT_BYTES = 5
-"""Bytes moved per element rounded to 8 bits: read for its scale (2), read (2) and written (1), of
-weights, too. That fusion saves 1 byte of an input in the forward, and 2 when the backward rounds it again, is an
-estimate.
+"""Bytes moved per element rounded to 8 bits: read for its scale (2), read (2) and written (1);
+weights, too. That fusion saves 1 byte of an input in the forward, and 2 when the backward rounds it
+again, is an estimate.
 """
 SCALINGS_ROWWISE = 2
 """A rowwise recipe rounds each operand by rows and by columns; a tensorwise one rounds it once."""
@@ -136,7 +136,7 @@ def _excess(seconds: tuple[float, float], hidden: tuple[float, float]) -> tuple[
 
 def host_seconds(w: Workload, hw: Hardware) -> tuple[float, float]:
     """Seconds in which the host launches a block's kernels, forward and backward."""
-    if hw.device == "cpu" or w.software.cuda_graphs:
+    if hw.device == "cpu":
         return 0.0, 0.0
     compiled = w.compiled and not w.software.launches_alone
     forward, backward = w.launches[2:] if compiled else w.launches[:2]
@@ -156,10 +156,9 @@ def _casts(w: Workload, hw: Hardware) -> tuple[float, float]:
     weights again. FSDP may gather the weights of dense layers in 8 bits.
     """
     eight_bit = [x for x in w.linears if x.eight_bit]
-    rounded = [x for x in eight_bit if x.experts or w.gathered_bytes != FP8]
-    weights = CAST_GRADIENT_BYTES * sum(x.params for x in rounded)
-    if w.software.weights_in_place:
-        weights = 0
+    gathered = w.gathered_bytes == FP8
+    rounded = [] if w.software.weights_in_place else eight_bit
+    weights = CAST_GRADIENT_BYTES * sum(x.params for x in rounded if x.experts or not gathered)
     # wq, wk and wv share an input, and so do w1 and w3.
     inputs: dict[str, float] = {}
     outputs = 0.0

@@ -178,7 +178,7 @@ def data_parallel(
     if w.fsdp * w.dp_replicate > 1:
         out["slowed by communication"] = hw.overlap_slowdown * hidden
     if not (w.stays_whole or w.software.weights_in_place):
-        out["FSDP's copies"] = fsdp_copied_bytes(w, stage.rank) / hw.bytes_per_s
+        out["FSDP's copies"] = _copied_bytes(w, stage.rank) / hw.bytes_per_s
     if w.config.training.enable_cpu_offload:
         # Per batch two gathers read from the host; gradients are written to it.
         batches = w.accumulation
@@ -188,19 +188,15 @@ def data_parallel(
     return out
 
 
-def fsdp_copied_bytes(w: Workload, pp_rank: int) -> float:
-    """Bytes that FSDP reads and writes beside compute in a step: what was gathered, into weights,
-    in the forward and again in the backward; and gradients, into the buffer that is reduced.
+def _copied_bytes(w: Workload, pp_rank: int) -> float:
+    """Bytes that FSDP moves beside compute in a step: what it gathered, out of its buffer, forward
+    and backward; and gradients, into the buffer that it reduces.
     """
-    gathers = w.accumulation
-    if w.pipeline is None and w.config.parallelism.fsdp_reshard_after_forward != "never":
-        gathers *= 2
+    again = w.pipeline is None and w.config.parallelism.fsdp_reshard_after_forward != "never"
+    gathered = w.accumulation * (1 + again) * 2 * w.gathered_bytes
     reductions = 1 if w.sums_whole_gradients else w.accumulation
-    stages = w.stages_of(pp_rank)
-    params = sum(map(w.params, stages))
-    ends = sum(sum(w.ends(stage)) for stage in stages)
-    gathered = w.gathered_bytes * (params - ends) + w.element * ends
-    return gathers * 2 * gathered + reductions * (w.element + w.reduced_bytes) * params
+    params = sum(map(w.params, w.stages_of(pp_rank)))
+    return params * (gathered + reductions * (w.element + w.reduced_bytes))
 
 
 class _Overlap(NamedTuple):

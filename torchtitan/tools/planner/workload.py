@@ -1,7 +1,6 @@
 """The record of a run that a plan prices, and what other software does differently."""
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, Self
 
 from torchtitan.config.sections.schema import Config
@@ -18,10 +17,8 @@ class Software:
     """Copies keys and values for every query head before attention, as TorchTitan once did."""
     ends_in_one_unit: bool = False
     """FSDP gathers the embeddings and the output together, as TorchTitan once did."""
-    flash_attention: int = 0
-    """Version of FlashAttention instead of the kernel that torch chooses; 3 is about as fast as
-    cuDNN's.
-    """
+    fast_attention: bool | None = None
+    """Attention by cuDNN or FlashAttention 3, or else by version 2; None: as torch chooses."""
     weights_in_place: bool = False
     """Gathers weights where they are used, and reduces gradients from where they add up; rounds
     weights to 8 bits once per step.
@@ -34,8 +31,6 @@ class Software:
     """Exchanges the rows of one microbatch while another computes."""
     launches_alone: bool = False
     """Launches kernels one by one, fused as they are, like eager operations."""
-    cuda_graphs: bool = False
-    """Replays launches from CUDA graphs, so the host is never late."""
 
 
 OURS = Software()
@@ -75,21 +70,16 @@ class Workload(Record):
 
     @property
     def attends_by_cudnn(self) -> bool:
-        """Whether a kernel as fast as cuDNN's runs where there is one: in 16 bits, without windows
-        or documents.
-        """
-        masks = self.heads.window or self.config.training.document_mask
-        version = self.software.flash_attention
-        return self.element != FP32 and (version == 3 or not (masks or version))
+        """Whether torch prefers cuDNN's kernel where it is fast: in 16 bits, unless masked."""
+        fast = self.software.fast_attention
+        if fast is None:
+            fast = not (self.heads.window or self.config.training.document_mask)
+        return fast and self.element != FP32
 
-    @cached_property
-    def total_params(self) -> int:
+    @property
+    def total_params(self) -> float:
         """Parameters of the whole model, on all ranks."""
-        counts = self.block_counts(self.stages)
-        experts = sum(count * block.expert_params for block, count in counts)
-        dense = sum(count * block.block_params for block, count in counts) - experts
-        dense += self.vocab_params * (1 if self._tied else 2)
-        return self.tp * dense + self.ep * experts
+        return sum(map(self.shard, self.stages)) * self.fsdp * self.tp
 
     def ends(self, stage: Stage) -> list[int]:
         ends = super().ends(stage)
