@@ -65,13 +65,7 @@ def _mpt(dim: int, layers: int, heads: int) -> Model:
 def _relu2(dim: int, layers: int, heads: int, vocab: int, **more: Any) -> Model:
     """Networks of two matrices of 4 d, as in nanoGPT's descendants and Nemotron-4."""
     sizes = {"dim": dim, "n_layers": layers, "n_heads": heads, "n_kv_heads": heads}
-    return "8B", {
-        **sizes,
-        "ffn_dim": 4 * dim,
-        "vocab_size": vocab,
-        "activation": "relu2",
-        **more,
-    }
+    return "8B", {**sizes, "ffn_dim": 4 * dim, "vocab_size": vocab, "activation": "relu2", **more}
 
 
 QK_NORM = {"qk_norm": True}

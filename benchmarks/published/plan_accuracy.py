@@ -311,7 +311,9 @@ def statistics_tables(rows: list[Row], changed: Constants | None = None) -> Iter
     """Statistics of the errors, by group first, as Markdown."""
     speed, space = errors(rows, changed)
     out = outside_the_fit(speed)
-    within = {row.id: inside for (row, _), inside in zip(out, within_band_left_out(out), strict=True)}
+    within = {
+        row.id: inside for (row, _), inside in zip(out, within_band_left_out(out), strict=True)
+    }
     yield from by_group(speed, within)
     inside = sum(abs(error) <= memory_band(row.workload) for row, error in space)
     yield f"| memory | {len(space)} | {spread(space)} |  |  |  |  | {inside} |"

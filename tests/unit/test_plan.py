@@ -34,7 +34,6 @@ from torchtitan.tools.planner.memory import GIB, memory_of
 from torchtitan.tools.planner.planner import make_plan
 from torchtitan.tools.planner.predict import derived_workload, memory_band, predict
 from torchtitan.tools.planner.render import as_text, run_of
-from torchtitan.tools.planner.workload import Software
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.torch_compat import torch_is_before_2_13
 

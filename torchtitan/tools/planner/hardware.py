@@ -127,12 +127,7 @@ class Hardware(BaseModel):
         return self.memory_bandwidth * self.memory_efficiency
 
     def product_seconds(
-        self,
-        rows: float,
-        columns: float,
-        inner: float,
-        rate: float,
-        products: int = 1,
+        self, rows: float, columns: float, inner: float, rate: float, products: int = 1
     ) -> float:
         """Seconds of `products` equal matrix products, which sum over `inner` terms.
 
