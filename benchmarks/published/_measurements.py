@@ -8,16 +8,18 @@ in the tables below.
 import csv
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
+
+from _software import OtherWorkload, Software
 
 from torchtitan.config import load_config
 from torchtitan.models import get_spec
 from torchtitan.tools.planner.costs import StepTime, step_time
 from torchtitan.tools.planner.hardware import Hardware, find_hardware
 from torchtitan.tools.planner.predict import derived_workload
-from torchtitan.tools.planner.workload import Software, Workload
+from torchtitan.tools.planner.workload import Workload
 from torchtitan.utils.errors import ConfigError
 
 FILES = tuple(Path(__file__).with_name(name) for name in ("published.csv", "elsewhere.csv"))
@@ -49,7 +51,7 @@ KERNELS: dict[str, dict[str, float]] = {"Megatron": {"gemm_grouped": 1.0}}
 FAST_ATTENTION = ("Megatron", "modded-nanogpt", "nanochat")
 """Systems with `Software.fast_attention`; TorchTitan has it on Blackwell."""
 IN_PLACE = ("Megatron", "Meta", "InternEvo")
-"""Systems with `Software.weights_in_place`."""
+"""Systems with `Workload.weights_in_place`."""
 Model = tuple[str, dict[str, Any]]
 LLAMA_2 = {"n_kv_heads": 8, "vocab_size": 32000, "rope_theta": 10000.0}
 
@@ -179,8 +181,8 @@ def load(file: Path) -> list[Row]:
             hw = find_hardware(name).model_copy(update=different)
             config = load_config(_arguments(row)).config
             spec = get_spec(config.model.name)
-            software = _software(row, system, hw)
-            workload = derived_workload(config, spec, int(row["gpus"]), software)
+            make = partial(OtherWorkload, software=_software(row, system, hw))
+            workload = derived_workload(config, spec, int(row["gpus"]), make)
         except ConfigError as error:
             raise SystemExit(f"{file}: {row['id']}: {error}") from None
         tps, memory = (float(row[key]) if row[key] else None for key in ("tps_gpu", "mem_gib"))

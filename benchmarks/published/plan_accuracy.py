@@ -2,11 +2,11 @@
 
     python benchmarks/published/plan_accuracy.py [--fit]
 
-`published.csv` and `elsewhere.csv` hold the measurements with their settings and sources, in groups.
-Each row becomes a configuration of this project and is planned like any other (`_measurements.py`).
-`--fit` fits the constants again, to the rows marked `fit` alone, and the bands to the others. `--trace
-repo-T1 paper-70B` also traces the memory of the rows whose names begin so: half a minute to minutes
-each.
+`published.csv` and `elsewhere.csv` hold the measurements with their settings and sources, in
+groups. Each row becomes a configuration of this project and is planned like any other
+(`_measurements.py`). `--fit` fits the constants again, to the rows marked `fit` alone, and the
+bands to the others. `--trace repo-T1 paper-70B` also traces the memory of the rows whose names
+begin so: half a minute to minutes each.
 """
 
 import argparse

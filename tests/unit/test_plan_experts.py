@@ -2,6 +2,10 @@
 arithmetic.
 """
 
+import importlib
+from functools import partial
+from pathlib import Path
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -20,7 +24,6 @@ from torchtitan.tools.planner.costs import step_time
 from torchtitan.tools.planner.memory import _reduced_bytes, memory_of
 from torchtitan.tools.planner.predict import derived_workload, predict
 from torchtitan.tools.planner.search import search
-from torchtitan.tools.planner.workload import Software
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError
 
@@ -149,15 +152,20 @@ def test_exchanges_by_hand():
     assert step_time(across, H100).by_cause["communication: ep"] == pytest.approx(expected)
 
 
-def test_other_software_by_hand():
+def test_other_software_by_hand(monkeypatch):
     """A fused dispatch sends a token once to each rank, and over the network once to each node;
     what overlaps is free while blocks compute longer.
     """
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks/published")
+    other = importlib.import_module("_software")
     argv = load_config([*LARGE, NONE, EP + "16"]).config
-    fused, hidden = (
-        derived_workload(argv, SPEC, 16, Software(fused_dispatch=True, overlaps_experts=overlaps))
-        for overlaps in (False, True)
-    )
+
+    def made(**software):
+        make = partial(other.OtherWorkload, software=other.Software(**software))
+        return derived_workload(argv, SPEC, 16, make)
+
+    fused = made(fused_dispatch=True)
+    hidden = made(fused_dispatch=True, overlaps_experts=True)
     token = 2 * 2048
     other_node = 2 * (1 - (1 / 2) ** 8) / 2
     ranks = 16 * (1 - (15 / 16) ** 8) * 7 / 8

@@ -112,7 +112,7 @@ def block_time(w: Workload, hw: Hardware) -> Pass:
         "communication: cp": context,
     }
     exchanges = rows[0] + counts[0], rows[1] + counts[1]
-    if w.software.overlaps_experts:
+    if w.overlaps_experts:
         exchanges = _excess(exchanges, _total(by_cause))
     by_cause["communication: ep"] = exchanges
     device = _total(by_cause)
@@ -138,7 +138,7 @@ def host_seconds(w: Workload, hw: Hardware) -> tuple[float, float]:
     """Seconds in which the host launches a block's kernels, forward and backward."""
     if hw.device == "cpu":
         return 0.0, 0.0
-    compiled = w.compiled and not w.software.launches_alone
+    compiled = w.compiled and not w.launches_alone
     forward, backward = w.launches[2:] if compiled else w.launches[:2]
     backward += w.recompute.pointwise * forward
     groups = 1 + w.experts_apart
@@ -157,7 +157,7 @@ def _casts(w: Workload, hw: Hardware) -> tuple[float, float]:
     """
     eight_bit = [x for x in w.linears if x.eight_bit]
     gathered = w.gathered_bytes == FP8
-    rounded = [] if w.software.weights_in_place else eight_bit
+    rounded = [] if w.weights_in_place else eight_bit
     weights = CAST_GRADIENT_BYTES * sum(x.params for x in rounded if x.experts or not gathered)
     # wq, wk and wv share an input, and so do w1 and w3.
     inputs: dict[str, float] = {}

@@ -17,8 +17,6 @@ HOST_WAIT = 100e-6
 """Seconds without work for the device while the host waits for the number of rows from each rank: a
 copy to the host, and the launch of what follows. Estimate.
 """
-FUSED_LINK = 0.46
-"""Rate of fused dispatch on the link relative to a collective's: DeepEP states 153 GB/s on H100."""
 
 
 def tensor_parallel(
@@ -82,46 +80,18 @@ def expert_rows(w: Workload, hw: Hardware, shared: tuple[float, float]) -> tuple
     """
     if w.ep == 1:
         return 0.0, 0.0
-    if w.software.fused_dispatch:
-        eight_bit = any(x.experts and x.eight_bit for x in w.linears)
-        to_experts = FP8 if eight_bit else w.element
-        there = _fused_exchange(w, hw, to_experts) + _fused_exchange(w, hw, w.element)
+    if (there := w.fused_exchange(hw)) is not None:
         return there, w.exchanges * there
     rows = hw.exchange(w.exchanged_bytes, w.ep)
     there, back = (rows + max(0.0, rows - products) for products in shared)
     return there, back + (w.exchanges - 1) * there
 
 
-def _fused_exchange(w: Workload, hw: Hardware, element: int) -> float:
-    """Seconds to send tokens of `element` bytes per feature to the ranks of their experts, or to
-    get them back: a token once to each rank, and over the network once to each node.
-
-    Experts are drawn from all groups alike, or from as many groups as a token may choose.
-    """
-    inside = min(w.ep, hw.gpus_per_node)
-    nodes = w.ep // inside
-    size = w.tokens / w.tp * w.dim * element
-    target_nodes = _expected_distinct(nodes, round(w.expert_rows * w.tp))
-    if w.args.n_expert_groups > 1:
-        target_nodes = min(target_nodes, w.args.expert_groups_per_token)
-    ranks = _expected_distinct(w.ep, round(w.expert_rows * w.tp)) * (inside - 1) / inside
-    link = size * ranks / (hw.link * hw.link_efficiency * FUSED_LINK)
-    network = size * target_nodes * (nodes - 1) / nodes / (hw.network * hw.network_efficiency)
-    return max(link, network) + hw.collective
-
-
-def _expected_distinct(count: int, draws: int) -> float:
-    """Expected number of distinct values in `draws` draws of one of `count`."""
-    return count * (1 - (1 - 1 / count) ** draws)
-
-
 def expert_counts(w: Workload, hw: Hardware) -> tuple[float, float]:
     """Seconds to exchange the row counts of a block's experts, forward and backward."""
-    if w.ep == 1:
+    if w.ep == 1 or w.fused_exchange(hw) is not None:
         return 0.0, 0.0
     once = hw.exchange(0.0, w.ep) + HOST_WAIT
-    if w.software.fused_dispatch:  # within the dispatch, and nobody waits
-        return 0.0, 0.0
     return once, (w.exchanges - 1) * once
 
 
@@ -177,7 +147,7 @@ def data_parallel(
     out = {"communication: dp": exposed}
     if w.fsdp * w.dp_replicate > 1:
         out["slowed by communication"] = hw.overlap_slowdown * hidden
-    if not (w.stays_whole or w.software.weights_in_place):
+    if not (w.stays_whole or w.weights_in_place):
         out["FSDP's copies"] = _copied_bytes(w, stage.rank) / hw.bytes_per_s
     if w.config.training.enable_cpu_offload:
         # Per batch two gathers read from the host; gradients are written to it.

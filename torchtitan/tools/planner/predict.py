@@ -1,7 +1,7 @@
 """A plan: the time and memory predicted for one configuration on one hardware."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 
@@ -14,7 +14,7 @@ from torchtitan.tools.planner.costs import StepTime, step_time
 from torchtitan.tools.planner.hardware import Hardware
 from torchtitan.tools.planner.host_memory import host_memory
 from torchtitan.tools.planner.memory import GIB, Memory, memory_of
-from torchtitan.tools.planner.workload import OURS, Software, Workload
+from torchtitan.tools.planner.workload import Workload
 from torchtitan.train.preflight import split_facts
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.wording import listed, show_percent
@@ -151,7 +151,7 @@ def chance_to_fit(gib: float, w: Workload, hardware: Hardware) -> float:
 
 
 def derived_workload(
-    config: Config, spec: ModelSpec, world: int, software: Software = OURS
+    config: Config, spec: ModelSpec, world: int, make: Callable[..., Workload] = Workload
 ) -> Workload:
     """The workload of a configuration that may leave values to be derived.
 
@@ -167,7 +167,7 @@ def derived_workload(
     stages = pipeline_stages(
         config, spec.module_flops(args, config.training.seq_len), spec.tied_modules(args)
     )
-    return Workload(config, args, stages, software)
+    return make(config, args, stages)
 
 
 def predict(workload: Workload, spec: ModelSpec, hardware: Hardware) -> Plan:
