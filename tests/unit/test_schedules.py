@@ -17,7 +17,7 @@ def test_published_table():
     speed = [abs(row.planned / row.published - 1) for row in rows[1:]]
     space = [abs(row.planned_gib / row.published_gib - 1) for row in rows if not row.fit]
     assert (len(speed), len(space)) == (5, 4)
-    assert max(speed) < 0.06
+    assert max(speed) < 0.07
     assert sorted(space)[-2] < 0.06  # published v-min keeps more on its first rank
     assert max(space) < 0.15
     fastest = sorted(rows, key=lambda row: -row.published)
