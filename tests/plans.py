@@ -10,6 +10,7 @@ CPU_HARDWARE = """
 [cpu]
 description = "a CPU"
 device = "cpu"
+measured = true
 memory_gib = 16
 bf16 = 3e10
 fp8 = 0

@@ -150,8 +150,9 @@ class Bands:
 
 
 LEAST_DEVIATIONS = {"scaled hardware": 0.08, "under 2B": 0.08, "pp": 0.06}
-"""Of features most of whose rows are other software's, whose deviation would hide theirs. Relative to their
-plans, NVIDIA's rows are 11 points slower on Blackwell than on H100, and others' 5 faster on A100.
+"""Of features most of whose rows are other software's, whose deviation would hide theirs. Relative
+to their plans, NVIDIA's rows are 11 points slower on Blackwell than on H100, and others' 5 faster
+on A100.
 """
 OTHER_SOFTWARE = "other software"
 """A feature of rows, not of plans."""
