@@ -247,7 +247,7 @@ def test_every_key_is_read_somewhere():
         for p in (ROOT / "torchtitan").rglob("*.py")
         if "config" not in p.relative_to(ROOT).parts
     )
-    for name in ("load/decode", "load/compat", "load/extend", "derive", "features", "rules/*"):
+    for name in ("load/decode", "load/compat", "load/extend", "converters", "derive", "rules/*"):
         for path in (ROOT / "torchtitan/config").glob(f"{name}.py"):
             sources += path.read_text()
     for key in FIELDS:
