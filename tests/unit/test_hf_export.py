@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.chats import write_tokenizer
 from tests.examples import gated_attention
 from tests.families import EXPERTS
 from tests.hf_folders import SHIPPED, write_checkpoint, write_tiktoken
@@ -336,11 +335,6 @@ def test_ends_and_settings_of_texts_survive(tmp_path, capsys):
     assert whole == free[: free.index(end) + 1]
     source = find(str(started))
     assert open_tokenizer(source, None).all_ends == [1, end]
-    other = str(write_tokenizer(tmp_path / "other"))
-    for opened in (source, find(str(back))):
-        moved = shutil.copytree(back, tmp_path / f"{opened.folder.name} moved")
-        assert open_tokenizer(opened, str(moved)).all_ends == [1, end]
-        assert open_tokenizer(opened, other).all_ends == [1], "ids of another vocabulary"
 
 
 # ---- the tokenizer

@@ -241,7 +241,7 @@ def tokenizer_builder(step: Path, manifest: Manifest) -> Callable[[str | None], 
         folder = assets or texts.get("hf_assets_path", "").replace(HERE, str(step.parent))
         end, template = map(texts.get, ("end_of_document", "chat_template"))
         tokenizer = build_tokenizer(folder, make, end, template)
-        tokenizer.add_ends(manifest.ends, manifest.tokenizer)
+        tokenizer.stop_ids += tuple(manifest.ends)
         return tokenizer
 
     return build

@@ -93,7 +93,7 @@ def find(path: str, custom_import: str | None = None, *, averaged: bool = False)
         spec=spec,
         args=_for_inference(args),
         build_tokenizer=tokenizer_builder(folder, manifest),
-        tokenizer=manifest.tokenizer,
+        tokenizer=manifest.data.get("tokenizer"),
         averaged=averaged,
     )
 
@@ -117,7 +117,7 @@ def _hugging_face(folder: Path, custom_import: str | None) -> ModelSource:
 
     def build(assets: str | None) -> Tokenizer:
         tokenizer = build_tokenizer(assets or str(folder))
-        tokenizer.add_ends(source.ends, source.tokenizer)
+        tokenizer.stop_ids += tuple(source.ends)
         return tokenizer
 
     return ModelSource(

@@ -114,5 +114,5 @@ def restore(checkpointer: Checkpointer, state: RunState) -> None:
         logger.info(f"Starting from scratch, seed {config.debug.seed}")
     if origin:
         tokenizer = engine.setup.tokenizer
-        tokenizer.add_ends(origin.ends, origin.tokenizer)
+        tokenizer.stop_ids += tuple(origin.ends)
         checkpointer.run_info |= {"ends": tokenizer.all_ends, "generation": origin.generation}

@@ -151,11 +151,6 @@ class CheckpointInfo(Strict):
     train_state: TrainState | None
     """None if no run wrote the checkpoint. While a rank saves, it has only the local data lanes."""
 
-    @property
-    def tokenizer(self) -> str | None:
-        """Fingerprint of the tokenizer in training; None if unknown."""
-        return self.data.get("tokenizer")
-
     @model_validator(mode="after")
     def _has_state(self) -> Self:
         if self.train_state is None and not self.model_only:

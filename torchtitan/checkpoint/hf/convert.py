@@ -136,8 +136,8 @@ def from_hf(
     spec, args = model.spec, model.args
     file = Path(toml or Path(target.name if is_remote(target) else target) / "train.toml")
     step = step_folder(target, 0)
-    tokenizer = build_tokenizer(str(source)) if tokenizer_file(source) else None
-    assets = target / "tokenizer" if tokenizer and not is_remote(target) else source
+    lacks_tokenizer = tokenizer_file(source) is None
+    assets = source if lacks_tokenizer or is_remote(target) else target / "tokenizer"
     recipe = partial(_recipe, source.name, assets, step, spec, args, custom_import)
     with TemporaryDirectory() as folder:
         draft = Path(folder, file.name)
@@ -148,16 +148,16 @@ def from_hf(
         model_only=True,
         versions=versions(),
         model={"name": spec.name, **args.model_dump()},
-        data={"tokenizer": tokenizer.fingerprint} if tokenizer else {},
+        data={},
         ends=model.ends,
         generation=model.generation,
         config=recipe(target),
         train_state=None,
     )
     count = import_hf(model, step, info)
-    if tokenizer and assets != source:
+    if assets != source:
         assets.mkdir(parents=True, exist_ok=True)
-        for path in tokenizer.files:
+        for path in build_tokenizer(str(source)).files:
             shutil.copy(path, assets)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_whole(file, recipe(file.parent).encode())
@@ -170,7 +170,7 @@ def from_hf(
             "share of the attention weights in training, this trainer drops none; evaluation is "
             "the same"
         )
-    if tokenizer is None:
+    if lacks_tokenizer:
         print(
             f"{source} has no tokenizer: set model.hf_assets_path in {file} to the folder of the "
             "model's"

@@ -2,7 +2,6 @@
 that start from a folder, generation and evaluation all open it here.
 """
 
-import hashlib
 import json
 import re
 from collections.abc import Iterable
@@ -15,7 +14,6 @@ from torch import nn
 
 from torchtitan.checkpoint.hf.folder import SafetensorsReader, read_hf_config
 from torchtitan.checkpoint.state import model_state
-from torchtitan.data.encode.tokenizer import tokenizer_file
 from torchtitan.models import HFNames, ModelSpec, hf_map, spec_of_hf
 from torchtitan.models.hf.mapping import differing_settings
 from torchtitan.models.hf_names import hf_slices
@@ -44,12 +42,6 @@ class HFModel(NamedTuple):
     """
     generation: dict[str, Any]
     """The other entries of `generation_config.json`."""
-
-    @property
-    def tokenizer(self) -> str | None:
-        """Hash of the folder's tokenizer, with which its fingerprint begins; None without one."""
-        file = tokenizer_file(self.reader.folder)
-        return hashlib.sha256(file.read_bytes()).hexdigest() if file else None
 
 
 def open_hf(folder: Path, spec: ModelSpec | None = None, run: Any = None) -> HFModel:

@@ -112,16 +112,6 @@ class Tokenizer(ABC):
         self.bos_id, self.eos_id, self.stop_ids = ends.bos, ends.eos, ends.stop
         self.fingerprint += ends.fingerprint
 
-    def add_ends(self, ends: Iterable[int], owner: str | None) -> None:
-        """End generated texts at these ids, too, unless they are of another vocabulary.
-
-        Args:
-            owner: fingerprint of the tokenizer whose ids they are; None if unknown.
-        """
-        file = self.fingerprint.partition("-ends-")[0]
-        if owner is None or owner.partition("-ends-")[0] == file:
-            self.stop_ids += tuple(ends)
-
     @cached_property
     def drops_space(self) -> bool:
         """Whether the tokenizer puts a space before each text, which pieces must not repeat."""
