@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests import families
-from tests.chats import CHATML, LLAMA3, say, write_tokenizer
+from tests.chats import CHATML, CHATML_MARKED, LLAMA3, say, write_tokenizer
 from tests.distributed.lm_eval_tasks import write_tasks
 from tests.runs import EXPERTS, arguments, losses, train
 from torchtitan.commands import ckpt
@@ -120,7 +120,7 @@ def test_scores_are_those_of_the_hf_backend(ranks, folder, expected, world, layo
     )
 
 
-@pytest.mark.parametrize("template", [CHATML, LLAMA3])
+@pytest.mark.parametrize("template", [CHATML, CHATML_MARKED, LLAMA3])
 def test_the_chat_template_asks_as_in_the_hf_backend(tmp_path, template):
     from transformers import AutoTokenizer
 

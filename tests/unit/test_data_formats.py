@@ -50,6 +50,8 @@ def test_rows_of_csv(tmp_path):
         "NA",
         "null",
     ]
+    quoted = write(tmp_path / "c.csv", '"my, text"\nwhole\n')
+    assert read(quoted, text_column="my, text") == ["whole"]
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])

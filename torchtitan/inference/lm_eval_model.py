@@ -182,11 +182,16 @@ class HarnessModel(TemplateLM):
         """
         assert self.chat
         with data_errors("lm-eval"):
-            text = self.chat.template.render(chat_history, prompt=add_generation_prompt)
+            text = self.chat.text(chat_history, prompt=add_generation_prompt)
         if add_generation_prompt:
             return text
         begin = chat_history[-1]["content"].lstrip()
         begin = begin if begin in text else begin.rstrip()  # a template may trim
+        if begin not in text:
+            raise UserError(
+                "lm-eval: the chat template changes the beginning of an answer, so it can't be "
+                "continued; evaluate this task without a chat template"
+            )
         return text[: text.rindex(begin) + len(begin)]
 
     # ---- likelihoods

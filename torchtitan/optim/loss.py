@@ -143,6 +143,7 @@ def build_loss(name: str, custom: Custom, z_loss: float = 0.0) -> RowLoss:
     return add_z_loss(loss, z_loss) if z_loss else loss
 
 
+@_disable_current_modes()  # tensors of a rehearsal have no values
 def _base_loss(name: str, custom: Custom) -> RowLoss:
     make = losses.maker(name, custom)
     if make is None:
@@ -153,7 +154,6 @@ def _base_loss(name: str, custom: Custom) -> RowLoss:
     return lambda logits, labels: unsharded(loss(logits, labels))
 
 
-@_disable_current_modes()  # tensors of a rehearsal have no values
 @torch.no_grad()
 def _sum_problem(loss: RowLoss) -> str | None:
     """Why a loss isn't a sum over tokens, judging by some small logits; None if it is."""

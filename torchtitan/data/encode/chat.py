@@ -183,6 +183,14 @@ class Chat:
         rendered = _without_marks(self.template.render(marked, prompt=True))
         return rendered.text, self._ids(rendered)[0]
 
+    def text(self, messages: Messages, *, prompt: bool) -> str:
+        """Messages as the template renders them.
+
+        Args:
+            prompt: begin the assistant's next turn.
+        """
+        return _without_marks(self.template.render(messages, prompt=prompt)).text
+
     def _marked_messages(self, messages: Messages) -> Messages:
         literal = self._literal_in_assistant
         return [

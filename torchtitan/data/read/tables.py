@@ -6,6 +6,7 @@ Strings of Parquet and Arrow are bytes, because Arrow doesn't check UTF-8 (`reco
 At most a batch of rows is held.
 """
 
+import csv
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -159,9 +160,10 @@ def csv_rows(file: IO[bytes], separator: str, column: str) -> Iterator[Any]:
     import pandas
 
     line = cast(BufferedReader, file).peek(_BUFFER).partition(b"\n")[0].decode(errors="replace")
-    header = line.strip("\ufeff\r").replace('"', "")
-    for other in ",;\t|":
-        if column in header.split(other) and column not in header.split(separator):
+    header = [line[: 2**16].strip("\ufeff\r")]
+    columns = {char: next(csv.reader(header, delimiter=char), []) for char in ",;\t|"}
+    for other, names in columns.items():
+        if column in names and column not in columns[separator]:
             raise DataError(
                 f"its fields are separated by {other!r}, not {separator!r}; write it with that"
             )
