@@ -8,7 +8,6 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.runs import arguments, losses, train
 from torchtitan.utils.torch_compat import torch_is_before_2_13
@@ -170,23 +169,40 @@ def test_what_is_not_fused_is_named(ranks, tmp_path):
         } <= set(left)
 
 
-def train_and_count(argv):
+def train_and_count(argv, flags):
+    """The losses of a compiled run and of an eager one, and the number of graphs compiled."""
     torch._dynamo.utils.counters.clear()
-    run = train(argv)
-    return losses(run), torch._dynamo.utils.counters["stats"]["unique_graphs"], dist.get_rank()
+    compiled = losses(train([*argv, *flags]))
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return compiled, losses(train(argv)), graphs
 
 
-def test_validation_compiles_for_its_own_shape_and_mode_only(ranks, tmp_path):
-    extra = [
+def test_each_length_of_rows_compiles_once(ranks, tmp_path):
+    """Nine lengths, more than dynamo's limit of eight graphs, and validation with another; the last
+    step returns to the first length.
+    """
+    lengths = [*range(8, 41, 4), 8]
+    stages = [
+        f"{{from_step={step}, seq_len={length}}}" for step, length in enumerate(lengths[1:], 2)
+    ]
+    argv = arguments(
+        tmp_path,
+        f"--training.stages=[{', '.join(stages)}]",
+        f"--training.seq_len={lengths[0]}",
         "--validation.enable",
-        "--validation.freq=2",
+        "--validation.freq=4",
         "--validation.steps=2",
         "--validation.seq_len=16",
-    ]
-    extra += [
-        f"--validation.dataset_path={tmp_path / 'corpus.jsonl'}",
         "--validation.local_batch_size=2",
+        f"--validation.dataset_path={tmp_path / 'corpus.jsonl'}",
+        steps=len(lengths),
+        global_batch=4,
+    )
+    flags = [
+        "--compile.enable",
+        "--compile.backend=eager",
+        f"--job.dump_folder={tmp_path / 'compiled'}",
     ]
-    argv = arguments(tmp_path, *DEEP, *AOT, *extra, steps=6)
-    _, graphs, _ = ranks(2, train_and_count, argv)[0]
-    assert graphs == 4, "block and loss, with gradients and without"
+    ((compiled, eager, graphs),) = ranks(1, train_and_count, argv, flags)
+    assert graphs == 2 * (9 + 1), "block and loss, with gradients and without"
+    assert compiled == pytest.approx(eager, rel=1e-6)

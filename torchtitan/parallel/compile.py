@@ -3,13 +3,13 @@
 import atexit
 import os
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import cache, partial
 from typing import Any
 
 import torch
 
-from torchtitan.config.derive import compiles_blocks
+from torchtitan.config.derive import compiles_blocks, stages_of
 from torchtitan.config.sections.parallelism import Compile
 from torchtitan.config.sections.schema import Config
 from torchtitan.models.protocols import Model
@@ -35,9 +35,10 @@ def configure_compiler(config: Config, mesh: Mesh) -> None:
     Compilation is lazy, so the settings stay in effect until the next call.
     """
     _settings.close()
+    _settings.enter_context(_graph_limit(config))
     if not config.compile.enable:
         return
-    torch._dynamo.reset()  # graphs of an earlier run would count against dynamo's limit
+    torch._dynamo.reset()  # graphs of an earlier run would count against the limit
     if config.optimizer.qk_clip:
         # A recomputed region replaces a buffer, once: its recomputation doesn't.
         context = replaced(torch._dynamo.config, skip_fwd_side_effects_in_bwd_under_checkpoint=True)
@@ -54,6 +55,18 @@ def configure_compiler(config: Config, mesh: Mesh) -> None:
         from torchtitan.parallel.tensor.async_tensor import fused_collectives
 
         _settings.enter_context(fused_collectives(mesh.tp))
+
+
+def _graph_limit(config: Config) -> AbstractContextManager[None]:
+    """A context in which dynamo's limit of graphs per function, beyond which a block fails and
+    FlexAttention computes eagerly, is for each stage of the data and for validation: each may have
+    another shape of rows. A run may return to a shape, so graphs of past stages stay.
+    """
+    settings = torch._dynamo.config
+    shapes = len(stages_of(config)) + config.validation.enable
+    limit = settings.recompile_limit * shapes
+    total = max(settings.accumulated_recompile_limit, limit)
+    return replaced(settings, recompile_limit=limit, accumulated_recompile_limit=total)
 
 
 def apply_compile(model: Model, config: Config, *, experts_apart: bool = False) -> None:
