@@ -1,15 +1,23 @@
 """What a run of a mixture of experts reports, checks and resumes."""
 
+import copy
 import json
 import sys
+from functools import partial
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.runs import EXPERTS, arguments, train
 from torchtitan.config import resolve
+from torchtitan.config.sections.parallelism import Compile
+from torchtitan.models.moe.moe import Experts
 from torchtitan.optim.expert_balance import ExpertBalance
+from torchtitan.parallel.compile import _compile
+from torchtitan.parallel.experts.shard import _sharded_class
+from torchtitan.parallel.memory.regions import replace_method
 from torchtitan.train.build import build
 from torchtitan.train.preflight import preflight
 from torchtitan.train.trainer import Trainer
@@ -150,3 +158,38 @@ def test_the_host_waits_once_for_each_exchange_and_once_for_a_step(ranks, tmp_pa
         argv = arguments(tmp_path, *EXPERTS, f"{EP}2", "--metrics.log_freq=100")
         once = ["tolist in forward_backward"]
         assert ranks(2, waits, argv, layers)[0] == 2 * layers * ["tolist in count_splits"] + once
+
+
+def sharded_and_whole(counts):
+    """Outputs and gradients of compiled experts on one rank for each number of rows, of the same
+    experts unsharded, and the number of graphs.
+    """
+    torch.manual_seed(0)
+    experts = Experts(4, 8, 16)
+    for weight in experts.parameters():
+        torch.nn.init.normal_(weight)
+    sharded = copy.deepcopy(experts)
+    sharded.__class__ = _sharded_class(Experts)
+    sharded.group = dist.group.WORLD
+    replace_method(sharded, "compute", partial(_compile, config=Compile(backend="eager")))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    results = []
+    for count in counts:
+        values = torch.randn(count, 8)
+        ends = torch.tensor([count // 2, count // 2, count, count], dtype=torch.int32)
+        for module in (sharded, experts):
+            rows = values.clone().requires_grad_()
+            module.zero_grad()
+            out = module(rows, ends)
+            out.square().sum().backward()
+            results.append([out.detach(), rows.grad, *(w.grad for w in module.parameters())])
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return list(zip(results[::2], results[1::2], strict=True)), graphs
+
+
+def test_a_rank_with_few_rows_compiles_nothing(ranks):
+    ((results, graphs),) = ranks(1, sharded_and_whole, (0, 8, 1, 0, 13))
+    assert graphs == 1
+    for ours, theirs in results:
+        torch.testing.assert_close(ours, theirs)

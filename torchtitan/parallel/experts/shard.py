@@ -68,9 +68,10 @@ class ShardedExperts(Experts):
         local_ends = arrivals.sum(0).cumsum(0).to(torch.int32)
         local_rows = permute(received_rows, order, inverse)
         del rows, received_rows  # frees them while the experts compute
-        torch._dynamo.maybe_mark_dynamic(local_rows, 0)  # one graph for any number of rows
+        torch._dynamo.maybe_mark_dynamic(local_rows, 0)  # one graph for two rows or more
+        compute = self.compute if len(local_rows) > 1 else super().compute  # eager
         weights = [w.to_local() if isinstance(w, DTensor) else w for w in self.parameters()]
-        results = permute(self.compute(local_rows, local_ends, *weights), inverse, order)
+        results = permute(compute(local_rows, local_ends, *weights), inverse, order)
         del local_rows
         transfer = start(results, from_ranks, to_ranks, self.group)
         del results
