@@ -3,7 +3,6 @@
 import copy
 import json
 import sys
-from functools import partial
 from unittest import mock
 
 import pytest
@@ -15,7 +14,7 @@ from torchtitan.config import resolve
 from torchtitan.config.sections.parallelism import Compile
 from torchtitan.models.moe.moe import Experts
 from torchtitan.optim.expert_balance import ExpertBalance
-from torchtitan.parallel.compile import _compile
+from torchtitan.parallel.compile import compiler
 from torchtitan.parallel.experts.shard import _sharded_class
 from torchtitan.parallel.memory.regions import replace_method
 from torchtitan.train.build import build
@@ -171,7 +170,7 @@ def sharded_and_whole(counts):
     sharded = copy.deepcopy(experts)
     sharded.__class__ = _sharded_class(Experts)
     sharded.group = dist.group.WORLD
-    replace_method(sharded, "compute", partial(_compile, config=Compile(backend="eager")))
+    replace_method(sharded, "compute", compiler(Compile(backend="eager")))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     results = []

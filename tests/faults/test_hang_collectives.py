@@ -4,15 +4,18 @@ import json
 import os
 import signal
 import threading
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
 from datetime import timedelta
+from io import StringIO
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.hangs import say_that_it_hangs, until_diagnosed, watched
+from torchtitan.health import hang_watch
 from torchtitan.utils.activity import begin
 
 HERE = "tests/faults/test_hang_collectives.py"
@@ -75,6 +78,30 @@ def test_a_rank_that_raises(ranks, tmp_path):
     assert {"rank_0", "rank_1", "rank_2", "state-0.json", "state-1.json", "state-2.json"} <= set(
         files
     )
+
+
+def wait_like_a_kernel(folder):
+    """Rank 1 fails while rank 0 waits where nothing tells it; what rank 0 prints before it ends."""
+    ended = threading.Event()
+    exits = mock.patch.object(hang_watch.os, "_exit", side_effect=lambda _: ended.set())
+    soon = mock.patch.object(hang_watch, "LAST_SECONDS", 0.5)
+    printed = StringIO()
+    Path(folder, "comm_traces").mkdir(exist_ok=True)
+    with exits, soon, redirect_stderr(printed), watched(folder) as watch:
+        begin("step", "running forward and backward", 7)
+        if dist.get_rank() == 1:
+            watch.failed(ValueError("boom"))
+            watch.give_up()
+            assert not ended.wait(1), "it ends by itself"
+        else:
+            ended.wait(30)
+        dist.barrier()
+    return printed.getvalue().splitlines()[:1]
+
+
+def test_a_rank_that_does_not_notice_the_failure_of_another_ends(ranks, tmp_path):
+    printed = ranks(2, wait_like_a_kernel, tmp_path)
+    assert printed == [["rank 0: ended, because another rank failed and it doesn't move"], []]
 
 
 def stop_one(folder):

@@ -39,7 +39,7 @@ def configure_flight_recorder(comm: Comm, dump_folder: str) -> None:
     os.environ.update(settings)
 
 
-def dump_flight_recorder(comm: Comm, dump_folder: str, *, stacks: bool = True) -> None:
+def dump_flight_recorder(path: Path, *, stacks: bool) -> None:
     """Write this rank's last collectives in the format of `torchfrtrace`.
 
     NCCL's watchdog dumps by itself on a timeout; gloo never does. gloo's record also has a wrong
@@ -76,8 +76,7 @@ def dump_flight_recorder(comm: Comm, dump_folder: str, *, stacks: bool = True) -
                 entry["output_sizes"] = [[members, *size] for size in entry["input_sizes"]]
         trace["entries"] = entries
     trace["entries"] = trace.get("entries", [])[-MAX_COLLECTIVES:]
-    name = f"{comm.save_traces_file_prefix}{dist.get_rank()}"
-    write_whole(Path(dump_folder, comm.save_traces_folder, name), pickle.dumps(trace))
+    write_whole(path, pickle.dumps(trace))
 
 
 def collective_counts() -> dict[str, dict[str, int]]:

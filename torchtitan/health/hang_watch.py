@@ -10,8 +10,8 @@ It must be a thread: a main thread blocked in a collective runs no Python, not e
 
 One rank starts it: a rank whose phase and collectives have not changed for most of the time limit,
 that received SIGUSR2, or that raised an exception. It asks the other ranks through the store, waits
-for their answers and prints the sentence. A hang ends by the time limit of its collective; a rank
-that still hangs when another has failed by it ends itself.
+for their answers and prints the sentence. A hang ends by the time limit of its collective. A rank
+that neither moves nor fails once another has failed ends itself: NCCL doesn't notice a lost rank.
 """
 
 import atexit
@@ -41,7 +41,7 @@ from torchtitan.health.flight_recorder import collective_counts, dump_flight_rec
 from torchtitan.health.rank_dumps import CRASH, STATE, read_dumps
 from torchtitan.parallel.groups import store_of_a_thread
 from torchtitan.utils.activity import SAVING, Activity, current, forget_exchanges, last_exchanges
-from torchtitan.utils.errors import failure_of
+from torchtitan.utils.errors import HangError, failure_of
 from torchtitan.utils.files import write_whole
 from torchtitan.utils.signals import on_signal
 
@@ -52,7 +52,7 @@ SAVE_SECONDS = 1800
 ANSWER_SECONDS = 10
 """Seconds to wait for the other ranks' answers."""
 LAST_SECONDS = 2
-"""Seconds in which ranks may end by themselves after another has failed by a hang."""
+"""Seconds in which ranks may end by themselves, or move, after another has failed."""
 DIAGNOSIS = "diagnosis.txt"
 _Position = tuple[Activity, dict[str, dict[str, int]]]
 """A rank's activity, and its numbers of collectives."""
@@ -68,7 +68,6 @@ class Watch:
             degrees: degree of each mesh axis and of ep, by name.
         """
         self.comm = comm
-        self.dump_folder = dump_folder
         self.degrees = degrees
         self.folder = Path(dump_folder, comm.save_traces_folder)
         self.rank = dist.get_rank()
@@ -83,6 +82,8 @@ class Watch:
         """This rank's position when a hang was seen."""
         self._saw_error = False
         """Whether a rank has raised an exception; errors that follow from it are not reported."""
+        self._fails = False
+        """Whether this rank has raised one, and is about to end."""
         self._store = store_of_a_thread(f"watch-{next(_watches)}")
         self._store.set_timeout(timedelta(seconds=self.limit))  # until rank 0 is here
         self._process = [os.getpid(), socket.gethostname(), time.time()]
@@ -119,9 +120,11 @@ class Watch:
 
     def failed(self, error: BaseException) -> None:
         """Write down the exception and what the other ranks do, unless this ends a known hang."""
+        self._fails = True
         with self._lock:
             is_expected = self._saw_error or self._is_hung()
-            if failure_of(error).is_cause or not is_expected:
+            is_cause = failure_of(error).is_cause and not isinstance(error, HangError)
+            if is_cause or not is_expected:
                 self._ask("error", f"{type(error).__name__}: {error}", error)
 
     def explain(self, error: BaseException) -> str | None:
@@ -133,7 +136,7 @@ class Watch:
         return path.read_text().strip() if path.exists() else None
 
     def give_up(self) -> None:
-        """Make ranks that still hang end themselves, because this one fails."""
+        """Make ranks that don't move end themselves, because this one fails."""
         with self._lock:
             self._on_store(self._store.set, "over", "")
 
@@ -158,11 +161,17 @@ class Watch:
                 elif self._hangs():
                     idle_seconds = time.monotonic() - current().since
                     self._ask("hang", f"nothing moved for {idle_seconds:.0f} s")
-                over = self._is_hung() and (self._has("over") or self._store_is_down)
+                position = current()
+                over = (self._saw_error or self._is_hung()) and (
+                    self._has("over") or self._store_is_down
+                )
             if over:
                 time.sleep(LAST_SECONDS)
-                if self._is_hung():
-                    print(f"rank {self.rank}: ended, because it hangs", file=sys.stderr, flush=True)
+                if current() is position and not self._fails:
+                    text = (
+                        f"rank {self.rank}: ended, because another rank failed and it doesn't move"
+                    )
+                    print(text, file=sys.stderr, flush=True)
                     os._exit(1)
 
     @property
@@ -267,11 +276,12 @@ class Watch:
         if ask["kind"] == "hang":
             self._hang = current(), collective_counts()
         self._saw_error |= ask["kind"] == "error"
+        name = f"{self.comm.save_traces_file_prefix}{self.rank}"
         with self._reporting_disk_errors():
             self.folder.mkdir(parents=True, exist_ok=True)
             self._write_state(ask, error)
             for stacks in (False, True):  # stacks can need seconds, which we may not have
-                dump_flight_recorder(self.comm, self.dump_folder, stacks=stacks)
+                dump_flight_recorder(self.folder / name, stacks=stacks)
         if ask["rank"] != self.rank:
             self._on_store(self._store.set, f"answer/{self._asks}/{self.rank}", "")
 

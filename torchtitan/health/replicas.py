@@ -17,6 +17,7 @@ from torchtitan.checkpoint import Checkpointer
 from torchtitan.config.derive import AXES
 from torchtitan.health.collectives import name_ranks
 from torchtitan.parallel import agree
+from torchtitan.parallel.collectives import local
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.utils.errors import GuardError
 
@@ -73,11 +74,7 @@ def disagreements(tensors: Mapping[str, Tensor], mesh: Mesh, device: torch.devic
         tensors: tensors by name; ranks along an axis other than pp pass the same names in the same
             order.
     """
-    fingerprints = []
-    for value in tensors.values():
-        local = value.to_local() if isinstance(value, DTensor) else value
-        fingerprints.append(fingerprint(local).to(device))
-    hashes = torch.stack(fingerprints)
+    hashes = torch.stack([fingerprint(local(value)).to(device) for value in tensors.values()])
     copies: dict[str, tuple[dist.ProcessGroup, list[int]]] = {}
     for index, value in enumerate(tensors.values()):
         for axis, group in _replicated_along(value, mesh):

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from torchtitan.parallel.collectives import AnyRank
+from torchtitan.parallel.collectives import all_reduce
 from torchtitan.parallel.groups import cpu_group
 from torchtitan.utils.errors import CheckpointError, DamageError
 
@@ -37,9 +37,8 @@ def problems_from_all(problem: T | None) -> list[T | None]:
 
     Without problems, it costs one reduced number.
     """
-    on_cuda = "nccl" in str(dist.get_backend_config())
-    device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
-    return from_all(problem) if AnyRank(problem is not None, device).answer() > 0 else []
+    some = all_reduce(torch.tensor(int(problem is not None)), cpu_group(), dist.ReduceOp.MAX)
+    return from_all(problem) if some else []
 
 
 def together(action: Callable[[], T]) -> T:

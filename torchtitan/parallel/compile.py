@@ -3,7 +3,7 @@
 import atexit
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from functools import cache, partial
 from typing import Any
 
@@ -35,38 +35,32 @@ def configure_compiler(config: Config, mesh: Mesh) -> None:
     Compilation is lazy, so the settings stay in effect until the next call.
     """
     _settings.close()
-    _settings.enter_context(_graph_limit(config))
+    enter = _settings.enter_context
+    dynamo = torch._dynamo.config
+    # Beyond dynamo's limit of graphs per function a block fails, and FlexAttention computes
+    # eagerly. The limit is for one shape of rows, and each stage of the data and validation may
+    # have another. A run may return to a shape, so graphs of past stages stay.
+    shapes = len(stages_of(config)) + config.validation.enable
+    for name in ("recompile_limit", "accumulated_recompile_limit"):
+        enter(replaced(dynamo, **{name: getattr(dynamo, name) * shapes}))
     if not config.compile.enable:
         return
     torch._dynamo.reset()  # graphs of an earlier run would count against the limit
     if config.optimizer.qk_clip:
         # A recomputed region replaces a buffer, once: its recomputation doesn't.
-        context = replaced(torch._dynamo.config, skip_fwd_side_effects_in_bwd_under_checkpoint=True)
-        _settings.enter_context(context)
-    _settings.enter_context(keep_buffers_of_backward())
-    _settings.enter_context(attention_without_random_numbers())
+        enter(replaced(dynamo, skip_fwd_side_effects_in_bwd_under_checkpoint=True))
+    enter(keep_buffers_of_backward())
+    enter(attention_without_random_numbers())
     if mesh.tp is not None:
         forget_equal_meshes()
-        _settings.enter_context(no_shared_autograd_cache())
+        enter(no_shared_autograd_cache())
     folder = os.path.join(config.job.dump_folder, "memory_budget")
-    _settings.enter_context(memory_budget(config.activation_checkpoint, folder))
+    enter(memory_budget(config.activation_checkpoint, folder))
     if config.parallelism.enable_async_tensor_parallel and mesh.tp is not None:
         # imports inductor: half a second
         from torchtitan.parallel.tensor.async_tensor import fused_collectives
 
-        _settings.enter_context(fused_collectives(mesh.tp))
-
-
-def _graph_limit(config: Config) -> AbstractContextManager[None]:
-    """A context in which dynamo's limit of graphs per function, beyond which a block fails and
-    FlexAttention computes eagerly, is for each stage of the data and for validation: each may have
-    another shape of rows. A run may return to a shape, so graphs of past stages stay.
-    """
-    settings = torch._dynamo.config
-    shapes = len(stages_of(config)) + config.validation.enable
-    limit = settings.recompile_limit * shapes
-    total = max(settings.accumulated_recompile_limit, limit)
-    return replaced(settings, recompile_limit=limit, accumulated_recompile_limit=total)
+        enter(fused_collectives(mesh.tp))
 
 
 def apply_compile(model: Model, config: Config, *, experts_apart: bool = False) -> None:
@@ -82,8 +76,7 @@ def apply_compile(model: Model, config: Config, *, experts_apart: bool = False) 
     """
     if not compiles_blocks(config):
         return
-    whole = config.model.delta_rule != "fla"
-    compile_once = cache(partial(_compile, config=config.compile, fullgraph=whole))
+    compile_once = cache(compiler(config.compile, fullgraph=config.model.delta_rule != "fla"))
     for block in model.layers.values():
         for owner, name in regions(block, experts_apart=experts_apart):
             replace_method(owner, name, compile_once)
@@ -91,12 +84,9 @@ def apply_compile(model: Model, config: Config, *, experts_apart: bool = False) 
 
 def compiled_loss(loss: Callable[..., Any], config: Compile) -> Callable[..., Any]:
     """`loss`, compiled if `config` asks for it."""
-    if not config.enable or "loss" not in config.components:
-        return loss
-    return _compile(loss, config)
+    return compiler(config)(loss) if config.enable and "loss" in config.components else loss
 
 
-def _compile(
-    function: Callable[..., Any], config: Compile, fullgraph: bool = True
-) -> Callable[..., Any]:
-    return torch.compile(function, backend=config.backend, fullgraph=fullgraph, dynamic=False)
+def compiler(config: Compile, fullgraph: bool = True) -> Callable[..., Any]:
+    """`torch.compile` with the settings of `config`, for one shape."""
+    return partial(torch.compile, backend=config.backend, fullgraph=fullgraph, dynamic=False)

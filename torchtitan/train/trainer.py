@@ -315,8 +315,7 @@ class Trainer:
         """
         step = self.progress.step
         reason = self.telemetry.run_record.end(step, self.config.training.steps, error)
-        explained = isinstance(error, HangError)  # by the watch itself
-        if self.watch is not None and isinstance(error, Exception) and not explained:
+        if self.watch is not None and isinstance(error, Exception):
             self.watch.failed(error)
         if error is not None:
             self.checkpointer.settle(COMMIT_SECONDS)
