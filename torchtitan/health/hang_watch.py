@@ -168,9 +168,7 @@ class Watch:
             if over:
                 time.sleep(LAST_SECONDS)
                 if current() is position and not self._fails:
-                    text = (
-                        f"rank {self.rank}: ended, because another rank failed and it doesn't move"
-                    )
+                    text = f"rank {self.rank}: ended, because another rank failed"
                     print(text, file=sys.stderr, flush=True)
                     os._exit(1)
 

@@ -167,11 +167,8 @@ def _shard_groups(mesh: DeviceMesh | None = None, placements: Sequence[Placement
     """The process groups whose ranks hold different shards of a tensor with this layout."""
     if mesh is None:
         return ()
-    assert not any(placement.is_partial() for placement in placements), (
-        "a gradient isn't reduced yet"
-    )
-    sharded_axes = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
-    return tuple(mesh.get_group(i) for i in sharded_axes)
+    assert not any(p.is_partial() for p in placements), "a gradient isn't reduced yet"
+    return tuple(mesh.get_group(i) for i, p in enumerate(placements) if not p.is_replicate())
 
 
 @torch.no_grad()

@@ -56,9 +56,8 @@ class ShardedExperts(Experts):
             ends: `[experts]` int32, the index after each expert's last row.
             meanwhile: called while rows travel to their experts.
         """
-        ranks = self.group.size()
         sends = ends.diff(prepend=ends.new_zeros(1))  # rows for each expert
-        arrivals = all_to_all_single(sends, None, None, self.group).view(ranks, -1)
+        arrivals = all_to_all_single(sends, None, None, self.group).view(self.group.size(), -1)
         to_ranks, from_ranks = self.splits(sends.view_as(arrivals), arrivals, len(rows))
         transfer = start(rows, to_ranks, from_ranks, self.group)
         meanwhile()
