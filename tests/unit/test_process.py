@@ -210,3 +210,23 @@ def test_a_single_task_is_not_refused(monkeypatch, variables):
     for main in (launcher.main, rank_main.main):
         with pytest.raises(ConfigError, match="did you mean"):
             main(["--training.stpes=1"])
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "backend:native"),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, "backend:native"),
+    ],
+)
+def test_a_rank_has_segments_that_grow_unless_the_user_decides(monkeypatch, variables, expected):
+    """However it was started: the setting is made before anything else, so before torch loads."""
+    monkeypatch.setattr(rank_main, "rank_and_world", mock.Mock(side_effect=Stopped))
+    with mock.patch.dict(os.environ):
+        for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+            os.environ.pop(name, None)
+        os.environ.update(variables)
+        with pytest.raises(Stopped):
+            rank_main.main([])
+        assert os.environ["PYTORCH_ALLOC_CONF"] == expected

@@ -162,9 +162,8 @@ class Watch:
                     idle_seconds = time.monotonic() - current().since
                     self._ask("hang", f"nothing moved for {idle_seconds:.0f} s")
                 position = current()
-                over = (self._saw_error or self._is_hung()) and (
-                    self._has("over") or self._store_is_down
-                )
+                waits = (self._saw_error or self._is_hung()) and not self._fails
+                over = waits and (self._has("over") or self._store_is_down)
             if over:
                 time.sleep(LAST_SECONDS)
                 if current() is position and not self._fails:
