@@ -122,9 +122,8 @@ class Watch:
         """Write down the exception and what the other ranks do, unless this ends a known hang."""
         self._fails = True
         with self._lock:
-            is_expected = self._saw_error or self._is_hung()
             is_cause = failure_of(error).is_cause and not isinstance(error, HangError)
-            if is_cause or not is_expected:
+            if is_cause or not (self._saw_error or self._is_hung()):
                 self._ask("error", f"{type(error).__name__}: {error}", error)
 
     def explain(self, error: BaseException) -> str | None:
