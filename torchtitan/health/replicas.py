@@ -120,5 +120,4 @@ def _versions(ranks: Sequence[int], values: Sequence[int]) -> str:
     by_value: dict[int, list[int]] = {}
     for rank, value in zip(ranks, values, strict=True):
         by_value.setdefault(value, []).append(rank)
-    sets = sorted(by_value.values(), key=len)
-    return " against ".join(map(name_ranks, sets))
+    return " against ".join(map(name_ranks, sorted(by_value.values(), key=len)))
