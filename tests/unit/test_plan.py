@@ -22,10 +22,11 @@ from torchtitan.config.registry import model_families
 from torchtitan.models import get_spec
 from torchtitan.models.attention.backend import attention_backend
 from torchtitan.models.costs import cost_of
+from torchtitan.models.decoder.model import Attention, Block
 from torchtitan.models.layers.feed_forward import FeedForward
 from torchtitan.optim.loss import LOGIT_BYTES, cross_entropy
 from torchtitan.parallel.memory.checkpoint import apply_activation_checkpoint
-from torchtitan.parallel.record import Stage
+from torchtitan.parallel.record import Stage, kinds_of
 from torchtitan.tools.planner.block_time import LAUNCHES, block_time
 from torchtitan.tools.planner.comm_time import context_parallel
 from torchtitan.tools.planner.costs import step_time
@@ -55,10 +56,42 @@ class Looped(FeedForward):
         return super().forward(super().forward(x))
 
 
+class Headless(Attention):
+    def cost(self, seq_len):
+        return dataclasses.replace(super().cost(seq_len), heads=None)
+
+
 class Priced(Looped):
     def cost(self, seq_len):
         once = super().cost(seq_len)
         return once + once
+
+
+class Unpriced(Looped):
+    def cost(self, seq_len):
+        return None
+
+
+class Adapted(FeedForward):
+    """Computes with a matrix of which its cost doesn't know."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.adapter = torch.nn.Linear(8, 8)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "part", "match"),
+    [
+        ("feed_forward_class", Adapted, "layers.0 can't be planned: its parts declare products of"),
+        ("attention_class", Headless, "its parts declare no heads that mix tokens"),
+    ],
+)
+def test_blocks_whose_costs_are_incomplete_are_refused(monkeypatch, attribute, part, match):
+    monkeypatch.setattr(Block, attribute, part)
+    kinds_of.cache_clear()
+    with pytest.raises(UserError, match=match):
+        workload()
 
 
 def test_a_forward_without_a_cost_is_refused():
@@ -67,6 +100,8 @@ def test_a_forward_without_a_cost_is_refused():
     assert [x.name for x in cost_of(Priced(8, 16), 64, "ffn").products[:3]] == [
         *("ffn.w1", "ffn.w3", "ffn.w2")
     ]
+    with pytest.raises(UserError, match=r"test_plan\.Unpriced declares no cost"):
+        cost_of(Unpriced(8, 16), 64)
     assert cost_of(Priced(8, 16), 64).saved == 2 * cost_of(FeedForward(8, 16), 64).saved
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from operator import add
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from torchtitan.utils.errors import UserError
 
@@ -108,11 +108,21 @@ def products_of(module: nn.Module, names: Sequence[str], rows: float = 1.0) -> t
         layer: Any = getattr(module, name, None)
         if layer is not None:
             weight = getattr(layer, "weight", layer)
+            if not isinstance(weight, Tensor):  # more than a layer
+                raise _no_cost(type(module))
             outputs, inputs = weight.shape[-2:]
             experts = len(weight) if weight.dim() == 3 else 0
             fp32 = getattr(layer, "fp32", False)
             products.append(Product(name, inputs, outputs, rows, experts=experts, fp32=fp32))
     return tuple(products)
+
+
+def _no_cost(cls: type) -> UserError:
+    return UserError(
+        f"{cls.__module__}.{cls.__name__} declares no cost, so a plan would be wrong: add a "
+        "method cost(seq_len) that returns a torchtitan.models.costs.Cost, with all its "
+        "products, and heads if it mixes tokens"
+    )
 
 
 def cost_of(module: nn.Module, seq_len: int, name: str = "") -> Cost:
@@ -125,11 +135,10 @@ def cost_of(module: nn.Module, seq_len: int, name: str = "") -> Cost:
         if "cost" in vars(cls):
             break
         if "forward" in vars(cls):
-            raise UserError(
-                f"{cls.__module__}.{cls.__name__} declares no cost, so a plan would be wrong: add "
-                "a method cost(seq_len) that returns a torchtitan.models.costs.Cost"
-            )
-    cost: Cost = module.cost(seq_len)
+            raise _no_cost(cls)
+    cost: Any = module.cost(seq_len)
+    if not isinstance(cost, Cost):
+        raise _no_cost(type(module))
     prefix = f"{name}." if name else ""
     products = tuple(replace(x, name=prefix + x.name) for x in cost.products)
     return replace(cost, products=products)

@@ -39,8 +39,10 @@ from torchtitan.models import get_spec
 from torchtitan.models.costs import FP32, Cost, Heads, Product, cost_of
 from torchtitan.models.moe.moe import ROUTING_BYTES
 from torchtitan.models.spec import ShardingStyle as Style
+from torchtitan.models.spec import matrices
 from torchtitan.parallel.fsdp import manages_no_weight
 from torchtitan.parallel.pipeline.split import PipelinePlan
+from torchtitan.utils.errors import UserError
 
 BYTES = {"bfloat16": 2, "float32": FP32}
 FP8 = 1
@@ -76,7 +78,7 @@ def kinds_of(name: str, args: Any, seq_len: int) -> tuple[tuple[BlockKind, ...],
     """The kinds of blocks of a model, and the kind of each block.
 
     Raises:
-        UserError: a part declares no cost.
+        UserError: a part declares no cost, or a block's leave out heads or matrices.
     """
     spec = get_spec(name)
     with torch.device("meta"):
@@ -97,6 +99,15 @@ def kinds_of(name: str, args: Any, seq_len: int) -> tuple[tuple[BlockKind, ...],
             is_whole = owner is Style.ROWS and leaf == "bias"
             weights.append((Style.NORM if is_whole else owner, value.numel()))
         cost = cost_of(block, seq_len)
+        multiplied = sum(x.inputs * x.outputs * max(1, x.experts) for x in cost.products)
+        held = sum(value.numel() for value in matrices(block).values())
+        if cost.heads is None or multiplied != held:
+            problem = f"products of {multiplied:,} weights, and the block has {held:,} in matrices"
+            raise UserError(
+                f"layers.{layer} can't be planned: its parts declare "
+                f"{problem if cost.heads else 'no heads that mix tokens'}; complete their cost "
+                "methods (torchtitan/models/costs.py)"
+            )
         owners = (x.name.rpartition(".")[0] if x.experts else x.name for x in cost.products)
         blocks.append(BlockKind(cost, tuple(weights), tuple(style(layer, x) for x in owners)))
         kinds[blocks[-1]] = None

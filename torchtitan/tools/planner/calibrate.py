@@ -194,7 +194,7 @@ def fit(run: RunMeasurements, plan: Plan) -> Hardware:
 def _scale_rates(hardware: Hardware, factor: float) -> Hardware:
     rates = {name: getattr(hardware, name) * factor for name in _RATES}
     host = {name: getattr(hardware, name) / factor for name in _HOST}
-    return hardware.model_copy(update=rates | host | {"measured": True})
+    return hardware.model_copy(update=rates | host | {"measured": True, "measured_experts": True})
 
 
 def fitted_file(run: RunMeasurements, plan: Plan) -> str:

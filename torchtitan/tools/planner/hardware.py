@@ -82,6 +82,8 @@ class Hardware(BaseModel):
     fitted: bool = False
     measured: bool = False
     """Whether plans are held against published runs on it, or its rates were measured."""
+    measured_experts: bool = False
+    """Likewise, of mixtures of experts in this project's software."""
 
     @property
     def accelerator(self) -> Accelerator:

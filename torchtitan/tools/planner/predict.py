@@ -259,6 +259,9 @@ def unmeasured(w: Workload, hw: Hardware) -> list[str]:
     """In what a plan is unlike all published runs that plans are held against."""
     conditions = {
         hw.description: not hw.measured,
+        f"experts in this software on {hw.name}": w.experts > 0
+        and hw.measured
+        and not hw.measured_experts,
         "a model of less than 124M parameters": w.total_params < 0.12e9,
         "less than 4,096 tokens of a batch per GPU": w.tokens < 4096,
     }

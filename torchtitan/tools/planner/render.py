@@ -10,7 +10,7 @@ from typing import Any
 from torchtitan.config.derive import layout_name
 from torchtitan.tools.planner.advice import advice, largest_costs, show_settings
 from torchtitan.tools.planner.memory import CATEGORIES, GIB
-from torchtitan.tools.planner.predict import Plan, ends
+from torchtitan.tools.planner.predict import Plan, ends, unmeasured
 from torchtitan.tools.planner.search import SearchResult
 from torchtitan.tools.web import web_page
 from torchtitan.utils.wording import (
@@ -65,13 +65,10 @@ def as_text(plan: Plan, tokens: float | None = None) -> str:
         tokens: to train on, for time and GPU-hours. Default: the tokens of `training.steps`.
     """
     lines = [*_heading(plan), "", _memory_table(plan), *_host_line(plan), "", _step_line(plan)]
-    lines += [
-        _run_line(plan, run_of(plan, tokens)),
-        "9 of 10 such runs are within the ranges (docs/guides/plan.md)",
-        "",
-        "Largest costs:",
-        *_cost_lines(plan),
-    ]
+    lines.append(_run_line(plan, run_of(plan, tokens)))
+    if not unmeasured(plan.workload, plan.hardware):
+        lines.append("9 of 10 such runs are within the ranges (docs/guides/plan.md)")
+    lines += ["", "Largest costs:", *_cost_lines(plan)]
     if not plan.fits:
         config = plan.tightest.config
         lines += map(wrap, advice(config, plan.spec, plan.workload.world).splitlines())
