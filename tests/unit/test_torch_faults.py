@@ -4,6 +4,7 @@ import shutil
 import sys
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,9 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import partitioners
 from torch.utils.checkpoint import checkpoint
 
+from torchtitan.config.sections.parallelism import Compile
+from torchtitan.config.sections.schema import Config
+from torchtitan.parallel.compile import configure_compiler
 from torchtitan.utils.distributed_compat import run_gloo_in_order
 from torchtitan.utils.torch_compat import (
     attention_without_random_numbers,
@@ -35,6 +39,26 @@ def test_replaced_values_are_restored_after_an_error():
     with pytest.raises(RuntimeError), replaced(config, donated_buffer=not before):
         fail()
     assert config.donated_buffer is before
+
+
+@pytest.mark.parametrize(
+    ("shared_kib", "dim", "fits"),
+    [(99, 2048, True), (99, 3072, False), (227, 4096, True), (227, 5120, False), (None, 64, False)],
+)
+def test_norms_read_rows_ahead_where_shared_memory_holds_them(monkeypatch, shared_kib, dim, fits):
+    """Two rows of up to eight tensors with two bytes each, padded to a power of two."""
+    options = torch._inductor.config.triton
+    gpu = SimpleNamespace()  # ROCm doesn't state the size
+    if shared_kib is not None:
+        gpu.shared_memory_per_block_optin = shared_kib * 1024
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    config = Config(compile=Compile(enable=True))
+    mesh = SimpleNamespace(tp=None)
+    with replaced(options, mix_order_reduction_allow_multi_stages=True):
+        configure_compiler(config, mesh, torch.device("cuda"), dim)
+        assert options.mix_order_reduction_allow_multi_stages == fits
+        configure_compiler(config, mesh, torch.device("cpu"), dim)
+        assert options.mix_order_reduction_allow_multi_stages
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on the CPU")

@@ -29,10 +29,9 @@ _settings = ExitStack()
 atexit.register(_settings.close)  # before the interpreter tears torch down
 
 
-def configure_compiler(config: Config, mesh: Mesh) -> None:
-    """Set up the compiler for one run, undoing the settings of an earlier run in this process.
-
-    Compilation is lazy, so the settings stay in effect until the next call.
+def configure_compiler(config: Config, mesh: Mesh, device: torch.device, dim: int) -> None:
+    """Set up the compiler for one run of a model of width `dim`, undoing the settings of an earlier
+    run in this process. Compilation is lazy, so they stay in effect until the next call.
     """
     _settings.close()
     enter = _settings.enter_context
@@ -51,16 +50,25 @@ def configure_compiler(config: Config, mesh: Mesh) -> None:
         enter(replaced(dynamo, skip_fwd_side_effects_in_bwd_under_checkpoint=True))
     enter(keep_buffers_of_backward())
     enter(attention_without_random_numbers())
+    if device.type == "cuda":
+        gpu = torch.cuda.get_device_properties(device)
+        # A norm's backward has two rows of up to eight 16-bit tensors in shared memory.
+        if 32 << (dim - 1).bit_length() > getattr(gpu, "shared_memory_per_block_optin", 0):
+            enter(
+                replaced(
+                    torch._inductor.config.triton, mix_order_reduction_allow_multi_stages=False
+                )
+            )
+    folder = os.path.join(config.job.dump_folder, "memory_budget")
+    enter(memory_budget(config.activation_checkpoint, folder))
     if mesh.tp is not None:
         forget_equal_meshes()
         enter(no_shared_autograd_cache())
-    folder = os.path.join(config.job.dump_folder, "memory_budget")
-    enter(memory_budget(config.activation_checkpoint, folder))
-    if config.parallelism.enable_async_tensor_parallel and mesh.tp is not None:
-        # imports inductor: half a second
-        from torchtitan.parallel.tensor.async_tensor import fused_collectives
+        if config.parallelism.enable_async_tensor_parallel:
+            # imports inductor: half a second
+            from torchtitan.parallel.tensor.async_tensor import fused_collectives
 
-        enter(fused_collectives(mesh.tp))
+            enter(fused_collectives(mesh.tp))
 
 
 def apply_compile(model: Model, config: Config, *, experts_apart: bool = False) -> None:

@@ -60,7 +60,7 @@ def parallelize(
     ac = config.activation_checkpoint
     experts_apart = mesh.expert_fsdp is not None
     silence_false_alarms()
-    configure_compiler(config, mesh)
+    configure_compiler(config, mesh, device, args.dim)
     attend = build_attention(mesh, p, device)  # context parallelism
     models = []
     parameter_count = 0

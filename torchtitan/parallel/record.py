@@ -204,17 +204,13 @@ class Recompute:
 
 def recompute_of(ac: ActivationCheckpoint) -> Recompute:
     """The shares of a block that its backward recomputes under this activation checkpointing."""
-    if ac.mode == "full":
-        return Recompute(1.0, 1.0, 1.0)
     if selects_operations(ac):
         return Recompute(1.0, 0.0, 1.0)  # products that aren't kept, see `Record.linears`
-    if ac.mode == "selective":
-        share = 1 / int(ac.selective_ac_option)
-        return Recompute(share, share, share)
     if ac.mode == "memory_budget":
         share = 1 - ac.memory_budget
         return Recompute(share, share, 1.0)
-    return Recompute(0.0, 0.0, 0.0)
+    share = 1 / int(ac.selective_ac_option) if ac.mode == "selective" else float(ac.mode == "full")
+    return Recompute(share, share, share)
 
 
 class Unit(NamedTuple):
@@ -537,19 +533,11 @@ class Record:
     @cached_property
     def saved_bytes(self) -> float:
         """Bytes that a block keeps from its forward to its backward."""
-        ac = self.config.activation_checkpoint
         boundary = self.element * self.dim / self.tp
-        everything = self.block_bytes
-        if ac.mode == "full":
-            return boundary
-        if selects_operations(ac):
+        if selects_operations(self.config.activation_checkpoint):
             return boundary + self._selected_bytes
-        if ac.mode == "selective":
-            share = 1 / int(ac.selective_ac_option)
-            return share * boundary + (1 - share) * everything
-        if ac.mode == "memory_budget":
-            return boundary + ac.memory_budget * (everything - boundary)
-        return everything
+        share = self.recompute.products
+        return share * boundary + (1 - share) * self.block_bytes
 
     @property
     def _selected_bytes(self) -> float:
@@ -557,16 +545,18 @@ class Record:
         summed over ranks. Between the regions of experts that are apart also what goes from one to
         the next.
         """
-        kept = [x for x in self.linears if x.keeps_result]
-        total = sum((FP32 if x.fp32 else self.element) * x.rows * x.outputs for x in kept)
+        total = sum(
+            (FP32 if x.fp32 else self.element) * x.rows * x.outputs
+            for x in self.linears
+            if x.keeps_result
+        )
         total += (self.element * self.heads.out + FP32 * self.heads.log_sums) / self.tp
         if self.tp > 1:
             total += self.element * (1 if self.experts else 2) * self.dim / self.tp
         if self.experts_apart:
             exchanges = 2 if self.ep > 1 else 1  # before the exchange, and after it
-            routing = FP32 * self.experts / self.tp + ROUTING_BYTES * self.expert_rows
             total += self.element * self.dim * (1 / self.tp + exchanges * self.expert_rows)
-            total += routing
+            total += FP32 * self.experts / self.tp + ROUTING_BYTES * self.expert_rows
         return total
 
     @property
