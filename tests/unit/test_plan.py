@@ -753,3 +753,9 @@ def test_each_stage_of_longer_rows_is_planned():
     assert run.tokens == 16 * (10 * 1024 + 20 * 8192)
     assert run.hours * 3600 == pytest.approx(10 * short.time.seconds + 20 * long.time.seconds)
     assert any("from step 11: 16 x 8192 tokens per step, 1 row" in note for note in both.notes)
+    assert not any("compiles" in note for note in both.notes)
+    again = f"{stage[:-1]}, {{from_step = 21, seq_len = 1024, local_batch_size = 2}}]"
+    compiled = make_plan([*argv, again, "--compile.enable"], 4, H100)
+    notes = [note for note in compiled.notes if note.startswith("from step")]
+    compiling = [note.split(":")[0] for note in notes if "compiles its blocks" in note]
+    assert (len(notes), compiling) == (3, ["from step 1", "from step 11"])

@@ -82,8 +82,7 @@ def expert_shard_dim(experts: int, shards: int) -> int:
 
 def layout_name(degrees: Mapping[str, int]) -> str:
     """The axes with more than one rank: `dp_shard 2 x tp 2`."""
-    axes = [f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1]
-    return " x ".join(axes) or "one rank"
+    return " x ".join(f"{axis} {n}" for axis, n in degrees.items() if n > 1) or "one rank"
 
 
 def divisors(n: int, limit: int | None = None) -> list[int]:
@@ -255,15 +254,11 @@ def degrees_fill(config: Config, world: int) -> bool:
     return math.prod(axis_degrees(config.parallelism).values()) == world
 
 
-def replace(config: Config, key: str, value: Any) -> Config:
-    """A copy of `config` with the dotted `key` set to `value`."""
-    return _replace(config, key, value)
-
-
-def _replace(section: SectionT, key: str, value: Any) -> SectionT:
+def replace(section: SectionT, key: str, value: Any) -> SectionT:
+    """A copy of a configuration, or of a section, with the dotted `key` set to `value`."""
     name, _, subkey = key.partition(".")
     if subkey:
-        value = _replace(getattr(section, name), subkey, value)
+        value = replace(getattr(section, name), subkey, value)
     return section.model_copy(update={name: value})
 
 
@@ -343,6 +338,13 @@ def stages_of(config: Config) -> list[Config]:
     return configs
 
 
+def new_shapes(config: Config) -> list[bool]:
+    """Whether each stage of the data computes on other shapes, or positions, than all before it."""
+    shape = attrgetter("training.local_batch_size", "training.seq_len", "model.overrides")
+    shapes = list(map(shape, stages_of(config)))
+    return [x not in shapes[:i] for i, x in enumerate(shapes)]
+
+
 def data_sections(
     config: Config,
 ) -> Iterator[tuple[str, Training | Source | Validation | ValidationSet]]:
@@ -352,9 +354,11 @@ def data_sections(
         yield "training", t
     for source in t.sources:
         yield f"training.sources.{source.name}", source
-    if v.enable and not v.sets:
+    if not v.enable:
+        return
+    if not v.sets:
         yield "validation", v
-    for held_out in v.sets if v.enable else ():
+    for held_out in v.sets:
         yield f"validation.sets.{held_out.name}", held_out
 
 
@@ -366,8 +370,7 @@ def rows_of(config: Config, key: str) -> dict[str, int]:
 
 def longest_row(config: Config, stage: int) -> int:
     """Length of the longest row that the model reads up to a stage of the data."""
-    stages = stages_of(config)[: stage + 1]
-    return max(max(rows_of(each, "seq_len").values()) for each in stages)
+    return max(max(rows_of(x, "seq_len").values()) for x in stages_of(config)[: stage + 1])
 
 
 def validation_rows(config: Config) -> int:
@@ -382,8 +385,6 @@ def validation_rows(config: Config) -> int:
 def gradient_accumulation_steps(config: Config) -> int:
     """Forward and backward passes per optimizer step on each rank; the maximum over stages."""
     ranks = data_parallel_degree(config)
-    passes = [0]
-    for stage in stages_of(config):
-        t = stage.training
-        passes.append(math.ceil(t.global_batch_size / (t.local_batch_size * ranks)))
-    return max(passes)
+    sections = [stage.training for stage in stages_of(config)]
+    passes = [math.ceil(t.global_batch_size / (t.local_batch_size * ranks)) for t in sections]
+    return max(0, *passes)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torchtitan.config.derive import compiles_blocks, stages_of
+from torchtitan.config.derive import compiles_blocks, new_shapes
 from torchtitan.config.sections.parallelism import Compile
 from torchtitan.config.sections.schema import Config
 from torchtitan.models.protocols import Model
@@ -36,10 +36,10 @@ def configure_compiler(config: Config, mesh: Mesh, device: torch.device, dim: in
     _settings.close()
     enter = _settings.enter_context
     dynamo = torch._dynamo.config
-    # Beyond dynamo's limit of graphs per function a block fails, and FlexAttention computes
-    # eagerly. The limit is for one shape of rows, and each stage of the data and validation may
-    # have another. A run may return to a shape, so graphs of past stages stay.
-    shapes = len(stages_of(config)) + config.validation.enable
+    # Beyond dynamo's limit of graphs per function, which is for one shape of rows, a block fails,
+    # and FlexAttention computes eagerly. Validation may have another shape, and a run may return
+    # to one, so graphs of past stages stay.
+    shapes = sum(new_shapes(config)) + config.validation.enable
     for name in ("recompile_limit", "accumulated_recompile_limit"):
         enter(replaced(dynamo, **{name: getattr(dynamo, name) * shapes}))
     if not config.compile.enable:

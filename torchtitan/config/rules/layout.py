@@ -1,6 +1,7 @@
 """Rules on degrees and the sizes they divide: ranks, batches, sequences, sizes of the model."""
 
 import math
+from bisect import bisect
 from collections.abc import Iterator, Mapping
 
 from torchtitan.config.derive import (
@@ -153,9 +154,8 @@ def loss_chunks_divide(config: Config, facts: Facts) -> Iterator[str]:
         positions = seq_len // ranks
         if positions % chunks and not seq_len % ranks:
             legal = divisors(positions)
-            below = max(n for n in legal if n < chunks)
-            above = next((n for n in legal if n > chunks), positions)
-            near = " or ".join(str(n) for n in sorted({below, above}))
+            index = bisect(legal, chunks)
+            near = " or ".join(map(str, legal[index - 1 : index + 1]))
             yield (
                 f"training.loss_chunks: {chunks} does not divide the {positions} positions of "
                 f"{name}.seq_len on each rank; set it to {near}"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from glob import glob
 
 from torchtitan.config import Resolved, complete, load_config
-from torchtitan.config.derive import replace, stages_of
+from torchtitan.config.derive import new_shapes, replace, stages_of
 from torchtitan.config.load.decode import LoadedConfig
 from torchtitan.config.load.render import to_toml
 from torchtitan.config.sections.schema import Config
@@ -74,8 +74,8 @@ def plan_of_stages(config: Config, setup: Setup, hardware: Hardware) -> Plan:
     time the sum of all stages'.
     """
     stages = stages_of(config)
-    shapes = {(stage.training.seq_len, stage.training.local_batch_size) for stage in stages}
-    if len(shapes) == 1:
+    is_new = new_shapes(config)
+    if sum(is_new) == 1:
         stages = [config]
     plans = [
         predict(Workload(stage, setup.args_of(i), setup.stages), setup.spec, hardware)
@@ -90,14 +90,19 @@ def plan_of_stages(config: Config, setup: Setup, hardware: Hardware) -> Plan:
     steps = [after - begin for begin, after in itertools.pairwise(begins)]
     run_plan = dataclasses.replace(first, stages=tuple(zip(steps, plans, strict=True)))
     tightest = run_plan.tightest
-    notes = _stage_notes(first_steps, plans, tightest)
-    return dataclasses.replace(run_plan, memory=tightest.memory).noting(notes)
+    return dataclasses.replace(run_plan, memory=tightest.memory).noting(
+        _stage_notes(first_steps, plans, is_new, tightest)
+    )
 
 
-def _stage_notes(steps: list[int], plans: list[Plan], tightest: Plan) -> Iterator[str]:
-    for step, plan in zip(steps, plans, strict=True):
+def _stage_notes(
+    steps: list[int], plans: list[Plan], is_new: list[bool], tightest: Plan
+) -> Iterator[str]:
+    for step, plan, compiles in zip(steps, plans, is_new, strict=True):
         t = plan.config.training
         suffix = "; the memory above is this stage's" if plan is tightest else ""
+        if compiles and plan.workload.compiled:
+            suffix += "; compiles its blocks for these rows"
         yield (
             f"from step {step:,}: {t.global_batch_size} x {t.seq_len} tokens per step, "
             f"{plural(t.local_batch_size, 'row')} per rank: {show_gib(plan.peak_gib)}, "
