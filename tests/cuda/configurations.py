@@ -1,6 +1,6 @@
 """What is compiled for a GPU, and what is expected of it on every release of torch."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 _EVERY = (
     "--model.hf_assets_path=tests/assets/tokenizer",
@@ -13,6 +13,22 @@ _EVERY = (
 _DOCUMENTS = "--training.document_mask=true"
 _STEP = {"train/step.py:forward_backward: value": 1}
 """The read of loss and norm at the end of the step, by design the only wait of a dense model."""
+_NEW_COMPUTE = {
+    "train/build.py:build_compute: copy to the GPU": 1,
+    "train/forward.py:Compute.__init__: copy to the host": 1,
+}
+_NEW_STAGE = _STEP | _NEW_COMPUTE
+_VALIDATION = {"train/validation.py:Validator._validate: value": 1}
+_FIRST_VALIDATION = {**_VALIDATION, "train/validation.py:Validator._any_has: value": 2}
+_SAMPLES = {  # for each token: what to read of the logits, and the token
+    "inference/generator.py:continue_prompts: value": 3,
+    "train/logits.py:Probe._take: value": 3,
+}
+_VALIDATES = (
+    "--validation.enable=true",
+    "--validation.steps=2",
+    "--validation.dataset=demo_validation",
+)
 
 _KERNELS = {
     *("mm", "addmm", "bmm", "_scaled_mm", "_scaled_grouped_mm", "aten.topk", "aten.sort.stable"),
@@ -41,14 +57,16 @@ class Configuration:
     name: str
     flags: tuple[str, ...]
     graphs: int
-    """Compiled in the first step; none is in the second."""
+    """Compiled in the first step."""
     world: int = 1
     waits: dict[str, int] = field(default_factory=dict)
-    """Waits of the host for the GPU in the second step, besides those of every step."""
-    after: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Waits of a second validation and so on."""
+    """Waits of the host for the GPU in each step, besides `_STEP`."""
+    later_graphs: dict[str, int] = field(default_factory=dict)
+    """Compiled in later passes, by the pass; in all others none is."""
+    other_waits: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Waits of passes that don't wait like an equal step, by the pass."""
     sm: int = 90
-    """Compute capability: 100 for what only Blackwell has."""
+    """Compute capability, of a GPU that tests/cuda/gpu.py has."""
     other_calls: frozenset[str] = frozenset()
     """Calls of compiled regions that `is_fast` doesn't know."""
     quick: bool = False
@@ -58,9 +76,8 @@ class Configuration:
     def arguments(self) -> list[str]:
         return [str(self.world), *_EVERY, *self.flags]
 
-    @property
-    def all_waits(self) -> dict[str, int]:
-        return dict(sorted((_STEP | self.waits).items()))
+    def waits_of(self, name: str) -> dict[str, int]:
+        return dict(sorted(self.other_waits.get(name, _STEP | self.waits).items()))
 
 
 def _llama(name: str, *flags: str, graphs: int = 4, **options: object) -> Configuration:
@@ -71,19 +88,40 @@ CONFIGURATIONS = [
     _llama("llama3", quick=True),
     _llama(
         "llama3, then validation, samples, a save",
-        "--validation.enable=true",
-        "--validation.steps=2",
-        "--validation.dataset=demo_validation",
+        *_VALIDATES,
         '--sampling.prompts=["def f"]',
         "--checkpoint.interval=1",
         "--checkpoint.async_mode=async_with_pinned_mem",
-        after={
-            "validation": {"train/validation.py:Validator._validate: value": 1},
-            "samples": {  # for each token: what to read of the logits, and the token
-                "inference/generator.py:continue_prompts: value": 3,
-                "train/logits.py:Probe._take: value": 3,
-            },
-            "staging of a save": {},
+        later_graphs={"first validation": 2},
+        other_waits={
+            "first validation": _FIRST_VALIDATION,
+            "another validation": _VALIDATION,
+            "first samples": _SAMPLES | dict.fromkeys(_NEW_COMPUTE, 2),
+            "another samples": _SAMPLES,
+            "first staging of a save": {},
+            "another staging of a save": {},
+        },
+    ),
+    _llama(
+        "llama3, stages of the data",
+        _DOCUMENTS,
+        *_VALIDATES,
+        "--validation.seq_len=64",
+        "--training.seq_len=256",
+        "--training.stages=[{from_step = 2, global_batch_size = 16}, "
+        "{from_step = 3, seq_len = 512}, {from_step = 4, seq_len = 384}]",
+        later_graphs={
+            "16 rows of 512 tokens": 4,
+            "16 rows of 384 tokens": 4,
+            "first validation": 2,
+        },
+        other_waits={
+            "16 rows of 256 tokens": _NEW_STAGE,
+            "16 rows of 512 tokens": _NEW_STAGE,
+            "16 rows of 384 tokens": _NEW_STAGE,
+            "the first stage again": _NEW_STAGE,
+            "first validation": _FIRST_VALIDATION,
+            "another validation": _VALIDATION,
         },
     ),
     _llama("llama3, fp32", "--training.mixed_precision_param=float32"),
@@ -160,4 +198,27 @@ CONFIGURATIONS = [
     ),
     _llama("llama3, Muon, EMA", "--optimizer.name=Muon", "--ema.enable=true"),
     _llama("llama3, loss in 2 chunks", "--training.loss_chunks=2"),
+]
+_ONE_BLOCK = ("--model.overrides.n_layers=1", "--training.seq_len=2048")
+_GROUPED = {  # in each of four layers
+    "models/moe/grouped.py:_grouped_mm: copy to the host": 24,
+    "models/moe/grouped.py:_grouped_outer: copy to the host": 12,
+}
+_SMALL = [
+    _llama("llama3"),
+    _llama("llama3, documents", _DOCUMENTS),
+    Configuration("qwen3_moe", ("--model.name=qwen3_moe",), graphs=4, waits=_GROUPED),
+    _llama(
+        "llama3, Float8 rowwise",
+        "--model.converters=float8",
+        "--quantize.linear.float8.recipe_name=rowwise",
+    ),
+    _llama("llama3, 2,048 columns", "--model.flavor=1B", *_ONE_BLOCK),
+    _llama("llama3, 4,096 columns", "--model.flavor=8B", *_ONE_BLOCK),
+]
+_WIDE = _llama("llama3, 8,192 columns", "--model.flavor=70B", *_ONE_BLOCK)
+CONFIGURATIONS += [*_SMALL[-2:], _WIDE] + [
+    replace(configuration, name=f"sm_{sm}, {configuration.name}", sm=sm)
+    for sm in (89, 120)
+    for configuration in _SMALL
 ]

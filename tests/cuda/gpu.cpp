@@ -10,38 +10,13 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <driver_types.h>
 
-#include <cstdlib>
 #include <cstring>
 
 namespace {
 
 constexpr long kCudnnVersion = 91900;
 
-// Properties by TORCHTITAN_TEST_SM: an H100 (90), or a B200 (100).
-cudaDeviceProp properties_of_gpu() {
-  const char* chosen = std::getenv("TORCHTITAN_TEST_SM");
-  const bool blackwell = chosen != nullptr && std::strcmp(chosen, "100") == 0;
-  cudaDeviceProp gpu{};
-  std::strcpy(gpu.name, blackwell ? "NVIDIA B200" : "NVIDIA H100 80GB HBM3");
-  gpu.major = blackwell ? 10 : 9;
-  gpu.multiProcessorCount = blackwell ? 148 : 132;
-  gpu.totalGlobalMem = (blackwell ? 180ull : 80ull) << 30;
-  gpu.l2CacheSize = (blackwell ? 126 : 50) << 20;
-  gpu.warpSize = 32;
-  gpu.maxThreadsPerBlock = 1024;
-  gpu.maxThreadsPerMultiProcessor = 2048;
-  gpu.regsPerMultiprocessor = 65536;
-  gpu.sharedMemPerBlock = 48 << 10;
-  gpu.sharedMemPerBlockOptin = 227 << 10;
-  gpu.sharedMemPerMultiprocessor = 228 << 10;
-  gpu.maxGridSize[0] = 2147483647;
-  return gpu;
-}
-
-cudaDeviceProp* gpu() {
-  static cudaDeviceProp properties = properties_of_gpu();
-  return &properties;
-}
+cudaDeviceProp properties{};
 
 const c10::Device kDevice(c10::DeviceType::CUDA, 0);
 
@@ -54,8 +29,8 @@ DeviceIndex current_device() { return 0; }
 }  // namespace c10::cuda
 
 namespace at::cuda {
-cudaDeviceProp* getCurrentDeviceProperties() { return gpu(); }
-cudaDeviceProp* getDeviceProperties(c10::DeviceIndex) { return gpu(); }
+cudaDeviceProp* getCurrentDeviceProperties() { return &properties; }
+cudaDeviceProp* getDeviceProperties(c10::DeviceIndex) { return &properties; }
 }  // namespace at::cuda
 
 namespace {
@@ -118,13 +93,30 @@ const bool hooks_registered = [] {
 Guard guard;
 
 // Called after torch is loaded, which registers its own guard.
-PyObject* install_guard(PyObject*, PyObject*) {
+PyObject* install(PyObject*, PyObject* arguments) {
+  cudaDeviceProp& gpu = properties;
+  const char* name;
+  unsigned long long memory, shared;
+  if (!PyArg_ParseTuple(arguments, "siiiKiiK", &name, &gpu.major, &gpu.minor,
+                        &gpu.multiProcessorCount, &memory, &gpu.l2CacheSize,
+                        &gpu.maxThreadsPerMultiProcessor, &shared)) {
+    return nullptr;
+  }
+  std::strncpy(gpu.name, name, sizeof gpu.name - 1);
+  gpu.totalGlobalMem = memory;
+  gpu.warpSize = 32;
+  gpu.maxThreadsPerBlock = 1024;
+  gpu.regsPerMultiprocessor = 65536;
+  gpu.sharedMemPerBlock = 48 << 10;
+  gpu.sharedMemPerBlockOptin = shared;
+  gpu.sharedMemPerMultiprocessor = shared + (1 << 10);
+  gpu.maxGridSize[0] = 2147483647;
   auto cuda = static_cast<size_t>(c10::DeviceType::CUDA);
   c10::impl::device_guard_impl_registry[cuda].store(&guard);
   Py_RETURN_NONE;
 }
 
-PyMethodDef methods[] = {{"install_guard", install_guard, METH_NOARGS, nullptr}, {}};
+PyMethodDef methods[] = {{"install", install, METH_VARARGS, nullptr}, {}};
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "fake_gpu", nullptr, -1, methods};
 
 }  // namespace

@@ -1,12 +1,12 @@
 """One fake GPU in this process: import it before torch, and end the process afterwards.
 
-`TORCHTITAN_TEST_SM=100` makes it a B200; otherwise it is an H100.
+`TORCHTITAN_TEST_SM=120` makes it an RTX 5090; otherwise it is an H100.
 """
 
 import contextlib
 import os
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.cuda import shim
 
@@ -14,25 +14,44 @@ _module = shim.load()
 
 import torch  # noqa: E402 (after the module)
 
+
+class _Chip(NamedTuple):
+    name: str
+    multiprocessors: int
+    memory_gib: int
+    l2_mib: int
+    threads: int
+    """Of a multiprocessor."""
+    shared_kib: int
+    """Of a block of threads; a multiprocessor has one more."""
+
+
+_CHIPS = {
+    89: _Chip("NVIDIA GeForce RTX 4090", 128, 24, 72, 1536, 99),
+    90: _Chip("NVIDIA H100 80GB HBM3", 132, 80, 50, 2048, 227),
+    100: _Chip("NVIDIA B200", 148, 180, 126, 2048, 227),
+    120: _Chip("NVIDIA GeForce RTX 5090", 170, 32, 96, 1536, 99),
+}
 SM = int(os.environ.get("TORCHTITAN_TEST_SM", "90"))
 """Compute capability without its dot."""
+_CHIP = _CHIPS[SM]
 DEVICE = torch.device("cuda", 0)
-SHARED_MEMORY = 227 * 1024
-"""Bytes that a block of threads may have, on both chips."""
+SHARED_MEMORY = _CHIP.shared_kib << 10
+"""Bytes that a block of threads may have."""
 PROPERTIES = SimpleNamespace(
-    name="NVIDIA H100 80GB HBM3" if SM == 90 else "NVIDIA B200",
+    name=_CHIP.name,
     major=SM // 10,
     minor=SM % 10,
-    multi_processor_count=132 if SM == 90 else 148,
-    total_memory=(80 if SM == 90 else 180) << 30,
+    multi_processor_count=_CHIP.multiprocessors,
+    total_memory=_CHIP.memory_gib << 30,
     warp_size=32,
-    max_threads_per_multi_processor=2048,
+    max_threads_per_multi_processor=_CHIP.threads,
     max_threads_per_block=1024,
     regs_per_multiprocessor=65536,
     shared_memory_per_block=48 * 1024,
     shared_memory_per_block_optin=SHARED_MEMORY,
-    shared_memory_per_multiprocessor=228 * 1024,
-    L2_cache_size=50 << 20,
+    shared_memory_per_multiprocessor=SHARED_MEMORY + 1024,
+    L2_cache_size=_CHIP.l2_mib << 20,
     uuid="0",
     pci_bus_id=0,
     pci_device_id=0,
@@ -106,7 +125,17 @@ class _Generator(torch.Generator):
 
 
 def _install() -> None:
-    _module.install_guard()
+    p = PROPERTIES
+    _module.install(
+        p.name,
+        p.major,
+        p.minor,
+        p.multi_processor_count,
+        p.total_memory,
+        p.L2_cache_size,
+        p.max_threads_per_multi_processor,
+        SHARED_MEMORY,
+    )
     # The backward's thread of a device would select it.
     torch.autograd.set_multithreading_enabled(False)
     torch._subclasses.fake_tensor.init_gpu_context = lambda device: None

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -16,11 +17,12 @@ ROOT = Path(__file__).parents[2]
 PAGE = Path(__file__).with_name("compiled-kernels.md")
 NEWEST = TESTED_TORCH[-1]
 """The tables are of this release: others have other kernels."""
+# Those with `:---` are written by hand.
+_TABLE = re.compile(r"^(\|[-|]+\|\n)((?:\|.*\n)*)", re.MULTILINE)
 _SHORT = {
-    "aten._scaled_dot_product_cudnn_attention": "cuDNN attention",
-    "aten._scaled_dot_product_cudnn_attention_backward": "cuDNN attention",
-    "aten._scaled_dot_product_efficient_attention": "efficient attention",
-    "aten._scaled_dot_product_efficient_attention_backward": "efficient attention",
+    f"aten._scaled_dot_product_{kernel}_attention{direction}": f"{short} attention"
+    for kernel, short in (("cudnn", "cuDNN"), ("efficient", "efficient"), ("flash", "flash"))
+    for direction in ("", "_backward")
 }
 
 
@@ -29,10 +31,13 @@ class Measured:
     """The output of `tests.cuda.trace`."""
 
     torch: str
-    steps: list[dict[str, Any]]
-    """The first step, and the second."""
-    after: dict[str, list[dict[str, Any]]]
-    """By what was done afterwards, twice."""
+    shared_memory: int
+    """Bytes that a block of threads may have."""
+    graphs_of_a_function: int
+    """The most of any function."""
+    graph_limit: int
+    passes: list[dict[str, Any]]
+    """The first step, an equal one, and what follows."""
     regions: list[dict[str, Any]]
     kernels: list[dict[str, Any]]
 
@@ -53,20 +58,22 @@ def measure(configuration: Configuration) -> Measured:
     return Measured(**json.loads(result.stdout.splitlines()[-1]))
 
 
-def rows(configuration: Configuration, measured: Measured) -> list[str]:
-    """A configuration's row of the first table, and its rows of the second."""
-    waits = [
-        f"`{place}`" + (f" ({count})" if count > 1 else "")
-        for place, count in measured.steps[1]["waits"].items()
+def tables(configuration: Configuration, measured: Measured) -> list[list[str]]:
+    """A configuration's rows of each table of the page."""
+    name = configuration.name
+    first, second, *later = measured.passes
+    most = max((kernel["shared"] for kernel in measured.kernels), default=0)
+    summary = (name, first["graphs"], len(measured.kernels), most, _waits(second))
+    passes = [
+        _row((name, each["name"], each["graphs"], each["kernels"], _waits(each))) for each in later
     ]
-    summary = (
-        configuration.name,
-        sum(step["graphs"] for step in measured.steps),
-        len(measured.kernels),
-        max((kernel["shared"] for kernel in measured.kernels), default=0),
-        "<br>".join(waits),
-    )
-    return [_row(summary), *_regions(configuration, measured.regions)]
+    regions = dict.fromkeys(_regions(configuration, measured.regions))
+    return [[_row(summary)], passes, list(regions)]
+
+
+def _waits(measured_pass: dict[str, Any]) -> str:
+    waits = measured_pass["waits"].items()
+    return "<br>".join(f"`{place}`" + f" ({count})" * (count > 1) for place, count in waits)
 
 
 def _regions(configuration: Configuration, regions: list[dict[str, Any]]) -> Iterator[str]:
@@ -95,6 +102,20 @@ def _row(cells: Iterable[Any]) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def rows_of_page(configuration: Configuration) -> list[str]:
-    lines = PAGE.read_text().splitlines()
-    return [line for line in lines if line.startswith(f"| {configuration.name} |")]
+def _tables_of_page() -> list[list[str]]:
+    return [table[2].splitlines() for table in _TABLE.finditer(PAGE.read_text())]
+
+
+def on_page(configuration: Configuration) -> list[list[str]]:
+    """A configuration's rows of each table, as they are on the page."""
+    start = f"| {configuration.name} |"
+    return [[row for row in table if row.startswith(start)] for table in _tables_of_page()]
+
+
+def write(rows: list[list[str]]) -> None:
+    """Replace the rows of each table of the page."""
+    tables = iter(rows)
+    page = _TABLE.sub(
+        lambda table: table[1] + "".join(f"{row}\n" for row in next(tables)), PAGE.read_text()
+    )
+    PAGE.write_text(page)

@@ -1,5 +1,6 @@
 """Builds `gpu.cpp` with the headers of torch's wheel, and loads it."""
 
+import hashlib
 import importlib.util
 import os
 import shutil
@@ -42,16 +43,17 @@ def _packages() -> Path:
 
 @cache
 def build() -> Path:
-    """The built module, of this version of torch. It is kept between runs.
+    """The built module, of this source and version of torch. It is kept between runs.
 
     Raises:
         RuntimeError: the compiler failed.
     """
     packages = _packages()
     torch_folder = packages / "torch"
-    folder = Path(gettempdir(), f"torchtitan-fake-gpu-{os.getuid()}", version("torch"))
+    source = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:8]
+    folder = Path(gettempdir(), f"torchtitan-fake-gpu-{os.getuid()}", version("torch"), source)
     built = folder / f"fake_gpu{sysconfig.get_config_var('EXT_SUFFIX')}"
-    if built.exists() and built.stat().st_mtime > _SOURCE.stat().st_mtime:
+    if built.exists():
         return built
     folder.mkdir(parents=True, exist_ok=True)
     includes = [

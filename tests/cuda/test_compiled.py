@@ -3,12 +3,10 @@
 import pytest
 
 from tests.cuda.configurations import CONFIGURATIONS, Configuration, is_fast
-from tests.cuda.measured import NEWEST, Measured, measure, rows, rows_of_page
+from tests.cuda.measured import NEWEST, Measured, measure, on_page, tables
 from tests.cuda.shim import obstacle
 
 _OBSTACLE = obstacle()
-_SHARED_MEMORY = 227 * 1024
-"""Bytes that a block of threads may have, on Hopper and Blackwell."""
 
 pytestmark = [
     pytest.mark.cuda_compile,
@@ -26,23 +24,23 @@ def _marks(configuration: Configuration) -> list[pytest.MarkDecorator]:
 )
 def test_a_training_step_compiles(configuration: Configuration) -> None:
     measured = measure(configuration)
-    first, second = measured.steps
-    assert (first["graphs"], second["graphs"]) == (configuration.graphs, 0)
-    assert second["waits"] == configuration.all_waits
-    assert {name: again["waits"] for name, (_, again) in measured.after.items()} == (
-        configuration.after
-    )
-    assert not any(again["graphs"] for _, again in measured.after.values())
+    first, *later = measured.passes
+    assert first["graphs"] == configuration.graphs
+    compiling = {each["name"]: each["graphs"] for each in later if each["graphs"]}
+    assert compiling == configuration.later_graphs
+    for each in later:
+        assert each["waits"] == configuration.waits_of(each["name"]), each["name"]
+    assert measured.graphs_of_a_function <= measured.graph_limit
     assert_right_kernels(configuration, measured)
     if measured.torch.split("+")[0] == NEWEST:
-        assert rows(configuration, measured) == rows_of_page(configuration)
+        assert tables(configuration, measured) == on_page(configuration)
 
 
 def assert_right_kernels(configuration: Configuration, measured: Measured) -> None:
     assert measured.kernels
     assert {kernel["sm"] for kernel in measured.kernels} == {configuration.sm}
     assert min(kernel["bytes"] for kernel in measured.kernels) > 0
-    assert max(kernel["shared"] for kernel in measured.kernels) <= _SHARED_MEMORY
+    assert max(kernel["shared"] for kernel in measured.kernels) <= measured.shared_memory
     for region in measured.regions:
         assert not region["on_cpu"], f"{region['name']} has kernels for the CPU"
         calls = region["extern"].keys() - configuration.other_calls

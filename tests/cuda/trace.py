@@ -1,8 +1,9 @@
-"""`python -m tests.cuda.trace WORLD FLAGS...`: two steps of one rank on a fake GPU, as JSON.
+"""`python -m tests.cuda.trace WORLD FLAGS...`: steps of one rank on a fake GPU, as JSON.
 
 Everything is the project's own: configuration, mesh, `parallelize`, `train_step`. Replaced are the
-network, the GPU's memory, and the data, which are random tokens. Then follows what else the
-configuration asks for: a validation, samples, the staging of a save.
+network, the GPU's memory, and the data, which are random tokens. After two equal steps follows
+what else the configuration asks for: steps with other documents, splits of experts and stages of
+the data, validation, samples, the staging of a save.
 """
 
 from contextlib import AbstractContextManager
@@ -10,17 +11,19 @@ from contextlib import AbstractContextManager
 from tests.cuda import gpu  # isort: skip (before torch)
 
 import dataclasses
+import itertools
 import json
 import logging
 import sys
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
@@ -30,8 +33,8 @@ from tests.traced_step.trace import equal_splits
 from torchtitan.checkpoint import TrainedModel
 from torchtitan.checkpoint.save import build_stager
 from torchtitan.config import resolve
+from torchtitan.config.derive import data_parallel_degree, stages_of
 from torchtitan.config.sections.schema import Config
-from torchtitan.data.loader import StepBatch
 from torchtitan.inference.generator import SamplingSettings, continue_prompts
 from torchtitan.parallel.experts.shard import count_splits
 from torchtitan.parallel.mesh import build_mesh
@@ -39,7 +42,6 @@ from torchtitan.parallel.parallelize import parallelize
 from torchtitan.tools.rehearsal.fake import aside, fake_cluster, take_fake_memory
 from torchtitan.tools.rehearsal.replaced import blank_data
 from torchtitan.train.build import Builders, build
-from torchtitan.train.engine import Engine
 from torchtitan.train.logits import Probe
 from torchtitan.train.preflight import Setup, preflight
 from torchtitan.train.step import train_step
@@ -55,64 +57,121 @@ def trace(flags: list[str], world: int) -> dict[str, Any]:
     host = Host()
     config = resolve(flags, world).config
     setup = preflight(config, output=False)
-
-    def twice(action: Callable[[], object]) -> list[dict[str, Any]]:
+    with fake_cluster(world, 0) as mode, _fsdp_on_fake_memory(mode), host.watch(mode), mode:
+        run = _Run(config, setup, mode)
         passes = []
-        for _ in range(2):
-            before = len(compiled.regions)
+        for name, action in run.passes():
+            before = len(compiled.regions), len(compiled.kernels)
             host.take()
             action()
-            passes.append({"graphs": len(compiled.regions) - before, "waits": host.take()})
-        return passes
-
-    with fake_cluster(world, 0) as mode, _fsdp_on_fake_memory(mode), host.watch(mode), mode:
-        engine = _build(config, setup, mode)
-        steps = twice(partial(_step, engine, setup, config))
-        after = {name: twice(action) for name, action in _after(engine, setup, config)}
+            passes.append(
+                {
+                    "name": name,
+                    "graphs": len(compiled.regions) - before[0],
+                    "kernels": len(compiled.kernels) - before[1],
+                    "waits": host.take(),
+                }
+            )
+    of_function = Counter(id.partition("/")[0] for id in {region.id for region in compiled.regions})
     return {
         "torch": torch.__version__,
-        "steps": steps,
-        "after": after,
+        "shared_memory": gpu.SHARED_MEMORY,
+        "graphs_of_a_function": max(of_function.values()),
+        "graph_limit": torch._dynamo.config.recompile_limit,
+        "passes": passes,
         "regions": [dataclasses.asdict(region) for region in compiled.regions],
         "kernels": [dataclasses.asdict(kernel) for kernel in compiled.kernels],
     }
 
 
-def _build(config: Config, setup: Setup, mode: FakeTensorMode) -> Engine:
-    def fill(model: nn.Module, *_: Any) -> None:
-        take_fake_memory(mode, model, gpu.DEVICE)
+class _Run:
+    """A run without a network, weights and data."""
 
-    def splits(sent: torch.Tensor, received: torch.Tensor, rows: int) -> Any:
+    def __init__(self, config: Config, setup: Setup, mode: FakeTensorMode):
+        self.config = config
+        self.setup = setup
+        self.arrivals: Iterator[int] | None = None
+        """Rows that each rank sends to this rank's experts, layer by layer; None: all alike."""
+
+        def fill(model: nn.Module, *_: Any) -> None:
+            take_fake_memory(mode, model, gpu.DEVICE)
+
+        builders = Builders(
+            mesh=aside(build_mesh),
+            data=blank_data,
+            models=aside(partial(parallelize, fill=fill, splits=self._splits)),
+        )
+        self.engine = build(config, setup, gpu.DEVICE, builders)
+
+    def _splits(self, sent: Tensor, received: Tensor, rows: int) -> tuple[list[int], list[int]]:
         count_splits(sent, received, rows)  # the host waits
-        return equal_splits(sent, received, rows)
+        to_ranks, from_ranks = equal_splits(sent, received, rows)
+        if self.arrivals is not None:
+            from_ranks = [next(self.arrivals)] + [0] * (len(sent) - 1)
+        return to_ranks, from_ranks
 
-    builders = Builders(
-        mesh=aside(build_mesh),
-        data=blank_data,
-        models=aside(partial(parallelize, fill=fill, splits=splits)),
-    )
-    return build(config, setup, gpu.DEVICE, builders)
+    def passes(self) -> Iterator[tuple[str, Callable[[], object]]]:
+        """What the run does, with names. Steps are equal unless the name says otherwise."""
+        config = self.config
+        yield "first step", self._step
+        yield "another step", self._step
+        if config.training.document_mask:
+            for every in (3, 10**6):
+                yield (
+                    f"an end of a document every {every:,} tokens",
+                    partial(self._step, every=every),
+                )
+        if config.parallelism.expert_parallel_degree > 1:
+            yield "other rows for experts", partial(self._step, arrivals=itertools.count(100, 7))
+            yield "0, 1, 2, 3 rows for experts", partial(self._step, arrivals=itertools.count())
+        for number, stage in enumerate(stages_of(config)[1:], 1):
+            t = stage.training
+            name = f"{t.global_batch_size} rows of {t.seq_len} tokens"
+            yield name, partial(self._step, stage=number)
+        if config.training.stages:
+            yield "the first stage again", self._step
+        for name, action in self._after():
+            yield f"first {name}", action
+            yield f"another {name}", action
+            yield f"a step after {name}", self._step
 
+    def _step(self, stage: int = 0, every: int = 19, arrivals: Iterator[int] | None = None) -> None:
+        """Train on random tokens.
 
-def _step(engine: Engine, setup: Setup, config: Config) -> None:
-    train_step(engine, _batch(engine, setup))
-    if engine.average is not None:
-        engine.average.update(config.ema.start_step)
+        Args:
+            every: tokens between the ends of documents.
+        """
+        self.arrivals = arrivals
+        engine = self.engine
+        training = stages_of(self.config)[stage].training
+        size = training.local_batch_size
+        batches = -(-training.global_batch_size // (data_parallel_degree(self.config) * size))
+        tokens = torch.randint(1000, (batches * size, training.seq_len))
+        tokens[:, 7::every] = self.setup.tokenizer.eos_id
+        batch = dataclasses.replace(
+            engine.loader.blank(),
+            tokens=tokens,
+            labels=tokens.roll(-1, 1),
+            count=training.global_batch_size,
+            sources=torch.zeros(len(tokens), dtype=torch.int64),
+            stage=stage,
+        )
+        train_step(engine, batch)
+        if engine.average is not None:
+            engine.average.update(self.config.ema.start_step)
 
-
-def _after(
-    engine: Engine, setup: Setup, config: Config
-) -> Iterator[tuple[str, Callable[[], object]]]:
-    """What else a run does with its model, as far as the configuration asks for it."""
-    if engine.validation is not None:
-        yield "validation", engine.validation.run
-    if engine.probe is not None:
-        yield "samples", partial(_samples, engine.probe, setup, config)
-    if config.checkpoint.async_mode != "disabled" and config.checkpoint.interval == 1:
-        trained = TrainedModel(engine.models, engine.optimizer, engine.average)
-        stager = build_stager(config.checkpoint.async_mode)
-        assert stager is not None
-        yield "staging of a save", lambda: stager.stage(trained.tensors())
+    def _after(self) -> Iterator[tuple[str, Callable[[], object]]]:
+        """What else a run does with its model, as far as the configuration asks for it."""
+        config, engine = self.config, self.engine
+        if engine.validation is not None:
+            yield "validation", engine.validation.run
+        if engine.probe is not None:
+            yield "samples", partial(_samples, engine.probe, self.setup, config)
+        if config.checkpoint.async_mode != "disabled" and config.checkpoint.interval == 1:
+            trained = TrainedModel(engine.models, engine.optimizer, engine.average)
+            stager = build_stager(config.checkpoint.async_mode)
+            assert stager is not None
+            yield "staging of a save", lambda: stager.stage(trained.tensors())
 
 
 def _samples(probe: Probe, setup: Setup, config: Config) -> None:
@@ -137,14 +196,6 @@ def _fsdp_on_fake_memory(mode: FakeTensorMode) -> AbstractContextManager[None]:
             initialize(group, *args, **kwargs)
 
     return replaced(FSDPParamGroup, __init__=fake)
-
-
-def _batch(engine: Engine, setup: Setup) -> StepBatch:
-    """Random tokens, with a few ends of documents."""
-    batch: StepBatch = engine.loader.blank()
-    tokens = torch.randint(1000, batch.tokens.shape)
-    tokens[:, 7::19] = setup.tokenizer.eos_id
-    return dataclasses.replace(batch, tokens=tokens, labels=tokens.roll(-1, 1))
 
 
 def main() -> None:
