@@ -11,8 +11,8 @@ lock() { # options
         --generate-hashes --no-annotate --custom-compile-command scripts/lock.sh --quiet "${skip[@]}" "$@" >/dev/null
 }
 skip=(--no-emit-package torch --no-emit-package triton)
-mapfile -t cuda < <("$python" -m uv pip compile pyproject.toml --constraint constraints.txt --universal \
-    --python-version 3.11 --no-annotate --no-header --quiet | sed -n 's/^\(\(nvidia\|cuda\)-[a-z0-9-]*\)==.*/\1/p')
-for name in "${cuda[@]}"; do skip+=(--no-emit-package "$name"); done
+cuda=$("$python" -m uv pip compile pyproject.toml --constraint constraints.txt --universal \
+    --python-version 3.11 --no-annotate --no-header --quiet | sed -nE 's/^((nvidia|cuda)-[a-z0-9-]*)==.*/\1/p')
+for name in $cuda; do skip+=(--no-emit-package "$name"); done
 lock -o requirements/run.txt
 lock -o requirements/dev.txt --extra dev

@@ -12,11 +12,11 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 say() { echo "setup: $*" >&2; }
 
-extra=()
+extra=
 release= # of torch, if not that of constraints.txt
 while (($#)); do
     case $1 in
-        --dev) extra=(dev) ;;
+        --dev) extra=dev ;;
         --torch)
             release=${2:-}
             [[ $release =~ ^[0-9]+\.[0-9]+\.[0-9]+$ ]] || { say "--torch needs a release, such as 2.15.0"; exit 2; }
@@ -30,7 +30,7 @@ venv=${TORCHTITAN_VENV:-$root/.venv${release:+-torch-$release}}
 
 # Prints the requirements that `$1` lacks, one per line; fails if it is older than Python 3.11.
 missing() {
-    "$1" - "$root/pyproject.toml" "${extra[@]}" <<'PY'
+    "$1" - "$root/pyproject.toml" ${extra:+"$extra"} <<'PY'
 import sys
 if sys.version_info < (3, 11):
     sys.exit(1)
@@ -78,12 +78,10 @@ complete() { # interpreter with torch, interpreter to install with
     [[ -z $lacking ]] && return
     version=$("$1" -c 'from importlib import metadata; print(metadata.version("torch"))')
     say "keeping torch $version, adding: $(tr '\n' ' ' <<<"$lacking")"
-    local -a names
-    mapfile -t names <<<"$lacking"
-    pip_install "$2" --constraint <(
+    pip_install "$2" --requirement <(echo "$lacking") --constraint <(
         echo "torch==$version"
         grep -v '^torch==' "$root/constraints.txt"
-    ) "${names[@]}"
+    )
 }
 
 use_existing() { # interpreter with torch: prints the interpreter to use
@@ -113,7 +111,7 @@ install_torch() { # interpreter
 }
 
 make_venv() {
-    local python stamp=$venv/.ready-${extra[*]:-run} wanted locked
+    local python stamp=$venv/.ready-${extra:-run} wanted locked
     wanted=$(cat "$root/pyproject.toml" "$root/constraints.txt" "$root/requirements/${extra:-run}.txt" | cksum)
     [[ -f $stamp && $(<"$stamp") == "$wanted" ]] && return
     if [[ ! -x $venv/bin/python ]]; then
@@ -126,7 +124,7 @@ make_venv() {
         "$python" -m venv "$venv"
     fi
     locked=(--require-hashes --no-deps --requirement)
-    if [[ -n ${extra[*]}$release ]]; then # the hundreds of packages of the tests take pip minutes
+    if [[ -n $extra$release ]]; then # the hundreds of packages of the tests take pip minutes
         pip_install "$venv/bin/python" "${locked[@]}" <(awk '/^[^ ]/ {uv = /^uv==/} uv' "$root/requirements/dev.txt")
     fi
     uv_install "$venv/bin/python" "${locked[@]}" "$root/requirements/${extra:-run}.txt"

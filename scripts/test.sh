@@ -17,9 +17,8 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # Where it is set, as in many containers, each of hundreds of processes compiles 900 modules again, which takes 3 to 5 s.
 unset PYTHONDONTWRITEBYTECODE
-release=()
-[[ ${1:-} == --torch ]] && release=(--torch "${2:-}") && shift 2
-tests=()
+release=
+[[ ${1:-} == --torch ]] && release=${2:-none} && shift 2
 style=1
 beside= # tests that wait for processes, run beside the others
 marks="not slow and (proof or not (ranks or e2e))"
@@ -35,23 +34,22 @@ case ${1:-} in
     --corner)
         style=
         marks="not e2e and (not slow or corner)"
-        tests=(tests/distributed/test_matrix.py::test_corner tests/cuda)
         shift
         ;;
     --record)
         marks="not slow"
-        tests=(--record tests/seconds.csv)
         shift
+        set -- --record tests/seconds.csv "$@"
         ;;
 esac
-((${#release[@]})) && style=
-python=$("$root/scripts/setup.sh" --dev "${release[@]}")
+[[ -n $release ]] && style=
+python=$("$root/scripts/setup.sh" --dev ${release:+--torch "$release"})
 cd "$root"
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-if [[ ${tests[*]} == *test_corner* ]]; then
+if [[ $marks == *corner* ]]; then
     files=$("$python" -m tests.import_graph)
-    mapfile -t units <<<"$files"
-    tests=("${units[@]}" "${tests[@]}")
+    # shellcheck disable=SC2086 # names without spaces
+    set -- $files tests/distributed/test_matrix.py::test_corner tests/cuda "$@"
 fi
 output=$(mktemp)
 trap 'kill $(jobs -p) 2>/dev/null || true; rm -f "$output"' EXIT
@@ -65,7 +63,7 @@ elif [[ -n $beside ]]; then
 fi
 # Two workers: many tests wait for processes, and most others use one core.
 status=0
-"$python" -m pytest -n 2 --dist worksteal -m "$marks" "${tests[@]}" "$@" || status=$?
+"$python" -m pytest -n 2 --dist worksteal -m "$marks" "$@" || status=$?
 if [[ -n $style$beside ]]; then
     wait "$!" || (($? == 5)) || status=1 # 5: no test of this kind among the arguments
     cat "$output"

@@ -437,6 +437,25 @@ def test_shell_scripts_are_clean(tmp_path, monkeypatch):
     assert done.returncode == 0, done.stdout
 
 
+NOT_IN_BASH_3_2 = (
+    r"mapfile|readarray|coproc|wait -n|local -[Anr]|declare -[Anr]|&>>|\|&|\[\[ -v|%\("
+    r"|\$\{\w+[\^,@]|\$\{\w+\[-"
+    r"|readlink -f|sed -i|date -d|grep -P|stat -c|\$\(nproc"  # GNU's, not in macOS
+)
+"""What macOS lacks: its bash is 3.2, and it has few of GNU's options."""
+
+
+def test_the_scripts_suit_bash_3_2():
+    """Before 4.4, bash also fails on `"${array[@]}"` under `set -u` if the array is empty."""
+    bash = shutil.which("bash", path="/bin:/usr/bin")
+    for script in (ROOT / "run_train.sh", *(ROOT / "scripts").glob("*.sh")):
+        text = script.read_text()
+        assert re.findall(NOT_IN_BASH_3_2, text) == [], script.name
+        assert re.findall(r"\b\w+=\(\)", text) == [], script.name
+        done = subprocess.run([bash, "-n", str(script)], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, ""), script.name
+
+
 def test_a_node_without_gpus_is_refused(capsys):
     with pytest.raises(SystemExit):
         submit("--gpus-per-node=0", *LAYOUT)

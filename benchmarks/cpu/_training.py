@@ -154,7 +154,7 @@ def train(run: Run, arguments: Sequence[str]) -> None:
 
     trainer = Trainer(config, preflight(config), callbacks=[Ticking()])
     progress = trainer.train()
-    meter.report(progress.last_loss)
+    meter.report(progress.losses[-1])
     trainer.close()
 
 
