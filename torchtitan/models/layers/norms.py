@@ -53,14 +53,21 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
-        dtypes = x.dtype, weight.dtype
-        x, weight, gradient = x.float(), weight.float(), gradient.float()
-        normal = x * scale
-        products = gradient * normal
-        # The normalization removes the gradient's component along the input.
-        along = (products @ weight).unsqueeze(-1).div_(x.shape[-1])
-        grad_x = (gradient * weight).addcmul_(normal, along, value=-1).mul_(scale)
-        return grad_x.to(dtypes[0]), products.flatten(0, -2).sum(0).to(dtypes[1]), None
+        gradient, factor = gradient.float(), weight.float()
+        # LayerNorm's kernel, for a mean of 0. It also removes the gradient's mean: add that again.
+        arguments = (
+            weight.shape,
+            torch.zeros_like(scale),
+            scale,
+            factor,
+            None,
+            (True, True, False),
+        )
+        grad_x, grad_weight, _ = torch.ops.aten.native_layer_norm_backward(
+            gradient, x.float(), *arguments
+        )
+        grad_x.add_((gradient @ factor).unsqueeze(-1).mul_(scale).div_(x.shape[-1]))
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
 
 class OffsetRMSNorm(RMSNorm):
