@@ -8,9 +8,22 @@ import sys
 
 import pytest
 
-from tests.doc_blocks import RUN, workspace
+from tests.doc_blocks import ROOT, RUN, workspace
+from torchtitan.tools.planner.hardware import find_hardware
+from torchtitan.tools.planner.planner import make_plan
+from torchtitan.tools.planner.render import run_of
 
 PAGE = "examples/speedrun/README.md"
+
+
+@pytest.mark.parametrize("card", ["rtx-4090", "a100", "h100-sxm"])
+def test_it_trains_on_one_card_as_it_comes(card):
+    """In the minutes that its README gives, and the device waits for the host."""
+    argv = [f"--job.config_file={ROOT / 'examples/speedrun/train.toml'}"]
+    plan = make_plan(argv, 1, find_hardware(card))
+    assert plan.fits
+    assert 90 < 60 * 60 * run_of(plan).hours < 180
+    assert plan.time.by_cause["host"] > 0.25 * plan.time.seconds
 
 
 @pytest.mark.slow

@@ -232,6 +232,12 @@ def test_missing_compilers_and_headers(tmp_path, install, monkeypatch):
     assert problems(config, facts) == [message]
     assert problems(Config(compile=Compile(enable=True, backend="eager")), facts) == []
     install("")
+    monkeypatch.setattr("torchtitan.utils.accelerators.find_spec", {"triton": None}.get)
+    assert missing_for_kernels().startswith("no package triton")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert missing_for_kernels() == problem
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr("torchtitan.utils.accelerators.find_spec", bool)
     assert missing_for_kernels() == "no compiler (gcc clang, or another by CC)"
     monkeypatch.setenv("CC", "nvidia-smi")  # any program
     assert missing_for_kernels() == ""

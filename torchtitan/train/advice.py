@@ -1,32 +1,54 @@
-"""One-time hints about settings that slow a run without saving memory."""
+"""One-time hints about settings that slow a run for nothing."""
 
-from torchtitan.config.derive import selects_operations
-from torchtitan.config.sections.parallelism import ActivationCheckpoint
+from torchtitan.config.sections.schema import Config
+from torchtitan.models.args import DecoderArgs
+from torchtitan.parallel.record import Record
+from torchtitan.train.preflight import Setup
+from torchtitan.utils.accelerators import missing_for_kernels
+from torchtitan.utils.errors import UserError
+
+_COMPILES_FROM = 600
+"""Seconds of a run from which compilation, a minute or two, is worth its while."""
 
 
-def unneeded_recomputation(
-    ac: ActivationCheckpoint, resident: float, available: float, ranks: int
-) -> str | None:
-    """A sentence on recomputed blocks whose activations this machine could keep, or None.
-
-    With every k-th block recomputed, the other blocks' activations are in memory. Keeping all
-    blocks' activations needs at most 1/(k - 1) of this process's memory more.
+def unneeded_recomputation(config: Config, setup: Setup, free: float) -> str | None:
+    """A sentence on recomputed activations that fit in memory, or None.
 
     Args:
-        resident: memory of this process in a training step, in GiB.
-        available: free memory of this machine, in GiB.
-        ranks: number of such processes on this machine.
+        free: memory that nothing uses in a training step, in GiB for each rank.
     """
-    if ac.mode != "selective" or selects_operations(ac) or int(ac.selective_ac_option) < 2:
+    ac = config.activation_checkpoint
+    is_planned = isinstance(setup.args, DecoderArgs) and not setup.stages
+    if ac.mode == "none" or ac.offload_blocks or not is_planned:
         return None
-    every = int(ac.selective_ac_option)
-    more = ranks * resident / (every - 1)
-    if more > available / 2:
+    try:
+        w = Record(config, setup.args, None)
+    except UserError:  # a part of the model declares no cost
         return None
-    # A block costs three forwards, as its backward costs two; one block in k costs a fourth.
-    percent = 100 / (3 * every + 1)
+    more = products = repeated = 0.0
+    for block, count in w.block_counts(w.stages):
+        more += count * w.tokens * (block.block_bytes - block.saved_bytes) / 2**30
+        products += count * sum(x.flops for x in block.linears)
+        repeated += count * sum(x.flops * x.recompute_share for x in block.linears)
+    if not 0 < more < free / 2:
+        return None
+    percent = 100 * repeated / (3 * products + repeated)  # a backward has two of each product
     return (
-        f"Recomputing one block in {every} takes up to {percent:.0f} % of a step, and saves at "
-        f"most about {more:.1f} GiB of memory, of which {available:.1f} are free: "
-        'activation_checkpoint.mode = "none" gives the same numbers faster'
+        f"Recomputing activations takes about {percent:.0f} % of a step and saves {more:.2g} GiB, "
+        f'of which {free:.1f} are free: activation_checkpoint.mode = "none" gives the same '
+        "numbers faster"
+    )
+
+
+def unneeded_launches(config: Config, seconds: float) -> str | None:
+    """A sentence on a GPU's kernels that this machine could fuse, or None.
+
+    Args:
+        seconds: time that the run still needs.
+    """
+    if config.compile.enable or seconds < _COMPILES_FROM or missing_for_kernels():
+        return None
+    return (
+        "The host launches each operation alone: compile.enable = true fuses them, which is "
+        "faster, with other rounding, after a first step of about a minute"
     )

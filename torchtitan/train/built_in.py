@@ -1,7 +1,6 @@
 """The built-in callbacks. `all_callbacks` lists them in the order in which they are called."""
 
 import gc
-import os
 import time
 from collections.abc import Sequence
 
@@ -21,7 +20,7 @@ from torchtitan.parallel.groups import set_timeout
 from torchtitan.telemetry.metrics import MetricsReporter, describe_sources
 from torchtitan.telemetry.profiler import Profiler
 from torchtitan.telemetry.trackers import Record
-from torchtitan.train.advice import unneeded_recomputation
+from torchtitan.train.advice import unneeded_launches, unneeded_recomputation
 from torchtitan.train.callbacks import Callback, Run
 from torchtitan.train.engine import Engine
 from torchtitan.train.evaluations import Evaluation, RunTasks, Validate, WriteSamples
@@ -33,7 +32,7 @@ from torchtitan.train.run_telemetry import Telemetry
 from torchtitan.train.state import StepResult
 from torchtitan.train.step import max_over_ranks
 from torchtitan.utils.activity import SAVING, phase
-from torchtitan.utils.device import available_memory, peak_memory
+from torchtitan.utils.device import free_memory
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.logging import event, logger
 from torchtitan.utils.wording import show_duration
@@ -71,7 +70,7 @@ def all_callbacks(
         ConfirmFolders(metrics, folder_locks),
         report,
         FindStragglers(report, engine.config.guard),
-        Advise(),
+        Advise(engine.setup),
         Profile(telemetry.profiler),
         CheckReplicas(checkpointer),  # before a save would make a fault permanent
         *evaluations,
@@ -264,26 +263,28 @@ class FindStragglers(Callback):
 
 
 class Advise(Callback):
-    """Logs once, after the first steps, that a CPU recomputes activations which fit in memory."""
+    """Logs once, after the first steps, which settings slow the run for nothing."""
 
     after = 3
     """Steps after which it checks: by then a step's memory is allocated."""
 
-    def __init__(self) -> None:
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
         self.steps = 0
+        self.began = 0.0
+        """When the step before the check ended."""
 
     def after_step(self, run: Run, result: StepResult) -> None:
         self.steps += 1
-        # On GPUs the memory may be reserved for a larger run, so nothing is printed.
-        if self.steps != self.after or run.device.type != "cpu" or dist.get_rank() != 0:
-            return
-        resident, _ = peak_memory()
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        advice = unneeded_recomputation(
-            run.config.activation_checkpoint, resident, available_memory(), ranks
-        )
-        if advice:
-            logger.info(advice)
+        now = time.monotonic()
+        if self.steps == self.after and dist.get_rank() == 0:
+            steps = run.config.training.steps - run.progress.step
+            hints = [unneeded_recomputation(run.config, self.setup, free_memory(run.device))]
+            if run.device.type != "cpu":
+                hints.append(unneeded_launches(run.config, steps * (now - self.began)))
+            for hint in filter(None, hints):
+                logger.info(hint)
+        self.began = now
 
 
 class Profile(Callback):

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
 
@@ -154,7 +155,10 @@ def _count_amd_gpus() -> int:
 
 def missing_for_kernels() -> str:
     """What this machine lacks to compile kernels, for its GPU or else its CPU; empty if nothing."""
-    variable, default = ("CC", "gcc clang") if shutil.which("nvidia-smi") else ("CXX", "g++")
+    on_gpu = shutil.which("nvidia-smi") and _visible_entries() != []
+    variable, default = ("CC", "gcc clang") if on_gpu else ("CXX", "g++")
+    if on_gpu and not find_spec("triton"):
+        return "no package triton (torch's build for CUDA brings it)"
     compilers = os.environ.get(variable, default)
     if not any(map(shutil.which, compilers.split())):
         return f"no compiler ({compilers}, or another by {variable})"

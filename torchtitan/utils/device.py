@@ -88,8 +88,12 @@ def gpu_sensors() -> dict[str, float]:
     return values
 
 
-def available_memory(limits: Path = Path("/sys/fs/cgroup")) -> float:
-    """Free memory in GiB of this machine, or of the container if it has less."""
+def free_memory(device: torch.device, limits: Path = Path("/sys/fs/cgroup")) -> float:
+    """Free memory in GiB of a GPU, beyond what the allocator has reserved; or this rank's share of
+    this machine's, or of the container's if it has less.
+    """
+    if device.type != "cpu":
+        return torch.cuda.mem_get_info(device)[0] / 2**30
     import psutil
 
     free = psutil.virtual_memory().available
@@ -100,7 +104,7 @@ def available_memory(limits: Path = Path("/sys/fs/cgroup")) -> float:
         # Neither file exists outside of control groups; "max" is no limit.
         with contextlib.suppress(OSError, ValueError):
             free = min(free, int((limits / limit).read_text()) - int((limits / usage).read_text()))
-    return free / 2**30
+    return free / 2**30 / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
