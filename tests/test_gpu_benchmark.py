@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -21,11 +22,11 @@ from torchtitan.tools.rehearsal.fake import fake_cluster
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks/gpu"))
-bench, fakes, load, rates, speeds, stages, tables, gpu, gpu_wheels = map(
+bench, expected, fakes, load, rates, speeds, stages, tables, gpu, gpu_wheels = map(
     importlib.import_module,
     (
-        *("_gpu_bench", "_gpu_fake", "_gpu_load", "_gpu_rates", "_gpu_speed", "_gpu_stages"),
-        *("_gpu_tables", "gpu", "gpu_wheels"),
+        *("_gpu_bench", "_gpu_expected", "_gpu_fake", "_gpu_load", "_gpu_rates", "_gpu_speed"),
+        *("_gpu_stages", "_gpu_tables", "gpu", "gpu_wheels"),
     ),
 )
 
@@ -194,7 +195,9 @@ def speed_result(stage, rate):
         },
     }
     kernel = {"kernel": "gemm", "calls": 3, "ms": 2.0, "pct": 61.0}
-    return result(stage, figures=figures | {"skipped_steps": 0, "kernels": [kernel]})
+    kinds = {"products": 300.0, "copies": 120.0}
+    figures |= {"skipped_steps": 0, "kernels": [kernel], "kernels_ms": kinds}
+    return result(stage, figures=figures)
 
 
 def test_tables(tmp_path):
@@ -226,6 +229,10 @@ def test_tables(tmp_path):
         if line.startswith("| `")
     ]
     rows = {row[0]: row[1:] for row in cells if len(row) == 7}
+    (shares,) = (row for row in cells if row[0] == "`8b_layers`" and len(row) == 9)
+    assert re.fullmatch(r"300.0 \(7\d\d.\d\)", shares[3])
+    assert shares[1].startswith("0.0 (")
+    assert shares[-1].startswith("80.0 (")  # of half a second
     rate, planned, mfu, goal, memory, planned_memory = rows["`8b_layers`"]
     assert (rate, mfu, goal, memory) == ("10,000", "50.2", "55 %", "60.0")
     assert 5_000 < float(planned.replace(",", "")) < 50_000
@@ -246,6 +253,78 @@ def test_expected_tables_have_every_stage_that_trains():
     printed = tables.expected_tables()
     assert all(f"`{stage.name}`" in printed for stage in stages.STAGES.values() if stage.flags)
     assert "all-gather, GB/s" in printed
+    for name in tables.LINE_BY_LINE:
+        assert f"| a step of `{name}` |" in printed
+
+
+@pytest.mark.parametrize(
+    ("stage", "layers", "rows", "shards"), [("8b_layers", 8, 4, 1), ("8b_of_8", 32, 1, 8)]
+)
+def test_a_planned_step_line_by_line(stage, layers, rows, shards):
+    """FLOPs and bytes of an 8B by hand, and seconds that add up to the plan's step."""
+    hw = find_hardware("h100-sxm")
+    flags, world = stages.STAGES[stage].flags, stages.STAGES[stage].world
+    plan, faster = (tables._plan(flags, world, rates) for rates in (hw, expected.with_cudnn(hw)))
+    lines = {line.name: line for line in expected.lines_of(plan)}
+    assert sum(line.seconds for line in lines.values()) == pytest.approx(plan.time.seconds)
+    assert all(line.seconds > 0 for line in lines.values())
+    seq_len, d, kv, f, vocab = 8192, 4096, 1024, 14336, 128256
+    matrices = 2 * d * d + 2 * d * kv + 3 * d * f
+    head, tokens = d * vocab, rows * seq_len
+    # norms and additions, rotations, attention, and the gate's product
+    moved = 2 * (9 * d + 2 * (d + kv) + 2 * (d + kv) + 3 * f)
+    mixed = 2 * seq_len * d  # half of 4 x length x width
+    params = layers * (matrices + 2 * d) + 2 * head + d
+    sizes = {
+        "matrix products, forward": 2 * layers * tokens * matrices,
+        "matrix products, backward": 4 * layers * tokens * matrices,
+        "attention, forward": layers * tokens * mixed,
+        "attention, backward": 2.5 * layers * tokens * mixed,
+        "pointwise, forward": layers * tokens * moved,
+        "pointwise, backward": 2 * layers * tokens * moved,
+        "loss": 12 * tokens * vocab,
+        "embedding": 3 * 2 * tokens * d,
+        "head's matrix products, forward": 2 * tokens * head,
+        "head's matrix products, backward": 4 * tokens * head,
+        "optimizer": 40 * params / shards,
+    }
+    assert {name: lines[name].size for name in sizes} == pytest.approx(sizes)
+    chunks = plan.config.training.loss_chunks
+    assert {name: line.calls for name, line in lines.items() if line.calls} == {
+        "matrix products, forward": 7 * layers * rows,
+        "matrix products, backward": 14 * layers * rows,
+        "attention, forward": layers * rows,
+        "attention, backward": layers * rows,
+        "head's matrix products, forward": chunks * rows,
+        "head's matrix products, backward": 2 * chunks * rows,
+    }
+    assert expected.kinds_of(plan)["update"] == 1e3 * lines["optimizer"].seconds
+    for line in expected.lines_of(faster):
+        way = line.name.removeprefix("attention, ")
+        if way in expected.CUDNN:
+            assert line.size / line.seconds == pytest.approx(expected.CUDNN[way])
+        else:
+            assert line.seconds == pytest.approx(lines[line.name].seconds)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention"),
+        ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel", "attention"),
+        ("nvjet_tst_256x128_64x4_1x2_h_bz_coopA_TNT", "products"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "products"),
+        ("triton_red_fused__fused_rms_norm_1", "pointwise, loss"),
+        ("void at::native::split_with_sizes_copy_out_contiguous_no_cast_kernel", "copies"),
+        ("Memcpy DtoD (Device -> Device)", "copies"),
+        ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "update"),
+        ("void at::native::multi_tensor_apply_kernel<CopyFunctor>", "copies"),
+        ("ncclDevKernel_AllGather_RING_LL", "NCCL"),
+        ("void at::native::embedding_backward_kernel", "other kernels"),
+    ],
+)
+def test_kinds_of_kernels(kernel, kind):
+    assert expected.kind_of(kernel) == kind
 
 
 # ---- rates and load

@@ -139,6 +139,7 @@ def speed(
         "skipped_steps": found[-1]["skipped_steps"],
         "gpu": {"before": before, "timed": summary(watched.rows), "after": gpu_now()},
         "kernels": watched.kernels,
+        "kernels_ms": watched.kinds,
     }
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from _gpu_bench import ROOT, Figures
+from _gpu_expected import IDLE, KINDS, kinds_of, step_rows, with_cudnn
 from _gpu_rates import PRODUCTS, expected_rates
 from _gpu_stages import STAGES
 
@@ -15,6 +16,8 @@ END = "<!-- end -->"
 EXPECTED_OF = "h100-sxm"
 """The planner's hardware that the expectation is for."""
 NOTHING = "Not yet measured on GPU."
+LINE_BY_LINE = ("8b_layers", "8b_of_8")
+"""Stages whose planned steps are shown line by line; the second as the 8 GPUs of llama3_8b.toml."""
 GOALS = {"8b_layers": 55.0}
 """MFU in percent that a stage should reach on one H100 or H200."""
 FLOAT8_GOAL = 1.35
@@ -50,7 +53,7 @@ def tables(found: Sequence[Figures]) -> str:
     parts = ["\n".join(_machines(ran))]
     speed = [line for line in ran if "tokens_per_second" in line["figures"]]
     if speed:
-        parts += ["\n".join(part(speed)) for part in (_speed, _conditions, _kernels)]
+        parts += ["\n".join(part(speed)) for part in (_speed, _conditions, _kinds, _kernels)]
     limited = [line for line in ran if "limits" in line["figures"]]
     if limited:
         parts.append("\n".join(_limits(limited)))
@@ -90,7 +93,7 @@ def _speed(found: Sequence[Figures]) -> Iterator[str]:
     for line in found:
         name = line["stage"]
         figures = line["figures"]
-        planned_rate, planned_gib = _planned(line)
+        plan = _planned(line)
         base, _, recipe = name.partition("_float8")
         mfu = f"{figures['mfu']:.1f}" if figures["mfu"] else "unknown"
         goal = f"{GOALS[name]:g} %" if name in GOALS else ""
@@ -106,11 +109,11 @@ def _speed(found: Sequence[Figures]) -> Iterator[str]:
         yield _row(
             f"`{name}`{bound}{skipped}",
             f"{figures['tokens_per_second']:,.0f}",
-            planned_rate,
+            f"{plan.tokens_per_second:,.0f}" if plan else "",
             mfu,
             goal,
             memory,
-            planned_gib,
+            f"{plan.peak_gib:.1f}" if plan else "",
         )
 
 
@@ -156,17 +159,13 @@ def _range(value: float | Sequence[float] | None) -> str:
     return f"{value[0]:g} to {value[-1]:g}" if isinstance(value, list) else f"{value:g}"
 
 
-def _planned(line: Figures) -> tuple[str, str]:
-    """The planner's tokens/s and GiB for the run of `line` on its GPU; nothing if it doesn't know
-    the GPU.
-    """
+def _planned(line: Figures) -> Any:
+    """The plan for the run of `line` on its GPU; None if the planner doesn't know the GPU."""
     from torchtitan.tools.planner.hardware import hardware_with
 
     hardware = hardware_with(line.get("machine", {}).get("device", ""))
-    if hardware is None:
-        return "", ""
-    plan = _plan(line["figures"]["flags"], line["figures"]["world"], hardware)
-    return f"{plan.tokens_per_second:,.0f}", f"{plan.peak_gib:.1f}"
+    figures = line["figures"]
+    return hardware and _plan(figures["flags"], figures["world"], hardware)
 
 
 def _plan(flags: Sequence[str], world: int, hardware: Any) -> Any:
@@ -180,7 +179,9 @@ def _plan(flags: Sequence[str], world: int, hardware: Any) -> Any:
 
 
 def expected_tables() -> str:
-    """Speed and memory of every stage that trains, then rates of products and collectives."""
+    """Speed and memory of every stage that trains, then a step of some, line by line, and rates of
+    products and collectives.
+    """
     from torchtitan.tools.planner.hardware import find_hardware
 
     hw = find_hardware(EXPECTED_OF)
@@ -192,6 +193,10 @@ def expected_tables() -> str:
             fits = "" if plan.fits else " (doesn't fit: skipped)"
             rate, mfu = f"{plan.tokens_per_second:,.0f}", f"{100 * plan.mfu:.1f}"
             lines.append(_row(f"`{stage.name}`{ranks}", rate, mfu, f"{plan.peak_gib:.1f}{fits}"))
+    for name in LINE_BY_LINE:
+        flags, world = STAGES[name].flags, STAGES[name].world
+        plan, faster = (_plan(flags, world, rates) for rates in (hw, with_cudnn(hw)))
+        lines += ["", *(_row(*row) for row in step_rows(f"a step of `{name}`", plan, faster))]
     two, eight = (expected_rates(hw, ranks) for ranks in (2, 8))
     lines += ["", _row("`rates`, `two_start`", "2 GPUs", "8 GPUs"), "|---|---|---|"]
     for name in eight:
@@ -200,6 +205,22 @@ def expected_tables() -> str:
             _row(f"{name}, {unit}", *(f"{found[name] / scale:,.0f}" for found in (two, eight)))
         )
     return "\n".join(lines)
+
+
+def _kinds(found: Sequence[Figures]) -> Iterator[str]:
+    """Milliseconds of a step by kind of kernels, with the plan's. Streams overlap."""
+    kinds = [*KINDS, IDLE]
+    yield _row("ms of a step (planned)", *kinds)
+    yield f"|{'---|' * (1 + len(kinds))}"
+    for line in found:
+        figures = line["figures"]
+        measured = figures["kernels_ms"]
+        idle = 1e3 * figures["step_s"] - sum(measured.values())
+        measured = measured | {IDLE: max(0.0, idle)}
+        plan = _planned(line)
+        planned = kinds_of(plan) if plan else {}
+        cells = [f"{measured.get(kind, 0.0):.1f} ({planned.get(kind, 0.0):.1f})" for kind in kinds]
+        yield _row(f"`{line['stage']}`", *cells)
 
 
 def _kernels(found: Sequence[Figures]) -> Iterator[str]:

@@ -3,11 +3,13 @@ a profile.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 from _gpu_bench import Bench, Figures
+from _gpu_expected import kind_of
 from _gpu_load import LOAD, device_uuid, summary, watch
 
 TOP = 12
@@ -47,6 +49,7 @@ class Watched:
         self.rows: list[dict[str, str]] = []
         """What nvidia-smi said during the timed steps."""
         self.kernels: Sequence[Figures] = ()
+        self.kinds: Figures = {}
 
     def callback(self) -> Any:
         import torch
@@ -87,7 +90,9 @@ class Watched:
                     profile.start()
                 elif step == watched.last + 1:
                     profile.stop()
-                    watched.kernels = _largest(profile, "device" if cuda else "cpu")
+                    took = _took(profile, "device" if cuda else "cpu")
+                    watched.kernels = _largest(took)
+                    watched.kinds = _by_kind(took)
                     profile.export_chrome_trace(str(watched.bench.kept / "trace.json.gz"))
                 self.began = time.perf_counter()
 
@@ -158,12 +163,24 @@ def _retries() -> int:
     return stats["num_alloc_retries"] + stats["num_ooms"]
 
 
-def _largest(profile: Any, where: str) -> list[Figures]:
-    """The kernels that took the most time, with their share of all kernels' time."""
-    took = {
+def _took(profile: Any, where: str) -> dict[str, tuple[float, int]]:
+    """Microseconds and calls of each kernel."""
+    return {
         event.key: (getattr(event, f"self_{where}_time_total"), event.count)
         for event in profile.key_averages()
     }
+
+
+def _by_kind(took: Mapping[str, tuple[float, int]]) -> dict[str, float]:
+    """Milliseconds by kind of kernels."""
+    total: Counter[str] = Counter()
+    for name, (microseconds, _) in took.items():
+        total[kind_of(name)] += microseconds / 1e3
+    return {kind: round(milliseconds, 3) for kind, milliseconds in total.items()}
+
+
+def _largest(took: Mapping[str, tuple[float, int]]) -> list[Figures]:
+    """The kernels that took the most time, with their share of all kernels' time."""
     total = sum(time for time, _ in took.values()) or 1
     largest = sorted(took.items(), key=lambda item: -item[1][0])[:TOP]
     return [
