@@ -8,7 +8,7 @@ from tests.config_answers import answer
 from tests.unit.rule_cases_layout import ELASTIC, FLOAT8, LAYOUT_CASES
 from tests.unit.rule_cases_runs import RUN_CASES
 from torchtitan.config import gradient_accumulation_steps, resolve, rules
-from torchtitan.config.derive import axis_degrees, degrees_fill, derive
+from torchtitan.config.derive import axis_degrees, derive, ranks_of
 from torchtitan.config.load.decode import load_config
 from torchtitan.config.load.keys import FIELDS, prefixes
 from torchtitan.config.rules import RULES, Facts
@@ -25,7 +25,7 @@ def broken():
         config, _ = derive(load_config(argv).config, world)
         layout = axis_degrees(config.parallelism)
         facts = Facts(world=world)
-        if degrees_fill(config, world):
+        if ranks_of(config) == world:
             facts = Facts(world=world, layout=layout)
         asked = [(place, rule) for place, rule in enumerate(RULES) if rule.applies(facts)]
         out.append({place: rule.ask(config, facts) for place, rule in asked})

@@ -1,7 +1,6 @@
 """The checkpoints of one run: saving, retention and resuming."""
 
 import errno
-import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -24,6 +23,7 @@ from torchtitan.data.read.contents import CONTENTS
 from torchtitan.parallel.agree import from_rank_0, together
 from torchtitan.parallel.collectives import local
 from torchtitan.utils.activity import CHECKPOINT_GROUP, SAVING, phase
+from torchtitan.utils.device import local_ranks
 from torchtitan.utils.errors import CheckpointError, FormatBugError, from_another_rank
 from torchtitan.utils.logging import event, logger
 from torchtitan.utils.storage import storage_path
@@ -96,7 +96,7 @@ class Checkpointer:
             return
         tensors = [x for section in self.trained.tensors().values() for x in section.values()]
         size = sum(local(x).nbytes for x in tensors)
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        ranks = local_ranks()
         logger.info(
             f'checkpoint.async_mode "{self.config.async_mode}": from the first save on, copies of '
             f"the state take {show_size(size)} of host memory per rank, "

@@ -22,8 +22,8 @@ from torchtitan.tools.launch.model_choice import DEBUG, find_model, offered
 from torchtitan.tools.launch.recipe import TOKENS_PER_PARAMETER, default_seq_len, suggested_tokens
 from torchtitan.tools.launch.request import Choice, Choices, Request
 from torchtitan.tools.launch.slurm_script import check_words
-from torchtitan.tools.planner.cpu import CPU, measure_cpu
-from torchtitan.tools.planner.hardware import Hardware, find_hardware, hardware_with, load_hardware
+from torchtitan.tools.planner.cpu import CPU, find_or_measure
+from torchtitan.tools.planner.hardware import Hardware, hardware_with, load_hardware
 from torchtitan.utils.accelerators import NoDriver, visible_gpus
 from torchtitan.utils.argument_types import command_parser, count
 from torchtitan.utils.errors import ConfigError
@@ -167,7 +167,7 @@ def _request(
     hardware, cpu_file = asker.value(
         "--hardware NAME",
         options.hardware,
-        _find_hardware,
+        find_or_measure,
         values=f"{CPU} (this machine's), {', '.join(load_hardware())}, or a TOML file "
         "(`torchtitan plan --from-run DIR --output FILE` writes one)",
         default=gpus or CPU,
@@ -238,11 +238,6 @@ def _devices(
         values="GPUs on all nodes together; or --nodes N",
         default=default,
     )
-
-
-def _find_hardware(text: str) -> tuple[Hardware, str | None]:
-    """Hardware by name or file, and for this machine's CPU also its hardware file."""
-    return measure_cpu() if text == CPU else (find_hardware(text), None)
 
 
 def parse_length(text: str) -> tuple[float | None, float | None]:

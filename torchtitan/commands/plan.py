@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
     files: dict[str, str] = {}
     if options.from_run:
         run = calibrate.read_run(options.from_run)
-        hardware = find_or_measure(options.hardware or calibrate.hardware_of(run))
+        hardware, _ = find_or_measure(options.hardware or calibrate.hardware_of(run))
         flags = [calibrate.config_flag(run), *flags]
         plan = make_plan(flags, run.world, hardware)
         output.add("measured", *calibrate.comparison(run, plan))
@@ -113,7 +113,7 @@ def _best_plan(
     Args:
         configured: whether a file or flags state a layout.
     """
-    hardware = find_or_measure(options.hardware)
+    hardware, _ = find_or_measure(options.hardware)
     world = options.world
     if world is None:
         budget = {"tokens": options.tokens, "days": options.days, "price": options.money}

@@ -249,9 +249,9 @@ def warnings(
         yield f"{start}: {reason}"
 
 
-def degrees_fill(config: Config, world: int) -> bool:
-    """Whether the product of the (derived) degrees is the number of ranks."""
-    return math.prod(axis_degrees(config.parallelism).values()) == world
+def ranks_of(config: Config) -> int:
+    """The ranks that the degrees of a derived configuration fill."""
+    return math.prod(axis_degrees(config.parallelism).values())
 
 
 def replace(section: SectionT, key: str, value: Any) -> SectionT:

@@ -25,14 +25,13 @@ def unneeded_recomputation(config: Config, setup: Setup, free: float) -> str | N
         w = Record(config, setup.args, None)
     except UserError:  # a part of the model declares no cost
         return None
-    more = products = repeated = 0.0
-    for block, count in w.block_counts(w.stages):
-        more += count * w.tokens * (block.block_bytes - block.saved_bytes) / 2**30
-        products += count * sum(x.flops for x in block.linears)
-        repeated += count * sum(x.flops * x.recompute_share for x in block.linears)
+    blocks = w.block_counts(w.stages)
+    more = w.tokens * sum(n * (b.block_bytes - b.saved_bytes) for b, n in blocks) / 2**30
     if not 0 < more < free / 2:
         return None
-    percent = 100 * repeated / (3 * products + repeated)  # a backward has two of each product
+    products = 3 * sum(x.flops for x in w.linears)  # a backward has two of each
+    repeated = sum(x.flops * x.recompute_share for x in w.linears)
+    percent = 100 * repeated / (products + repeated)
     return (
         f"Recomputing activations takes about {percent:.0f} % of a step and saves {more:.2g} GiB, "
         f'of which {free:.1f} are free: activation_checkpoint.mode = "none" gives the same '

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchtitan.config.derive import layout_degrees, stages_of
+from torchtitan.config.derive import layout_degrees, layout_name, stages_of
 from torchtitan.config.sections.schema import Config
 from torchtitan.telemetry.console import StageCost
 from torchtitan.telemetry.events import Events
@@ -87,10 +87,8 @@ class Telemetry:
 
 
 def _announce(config: Config, step: int) -> None:
-    degrees = layout_degrees(config.parallelism).items()
-    axes = [f"{axis} {degree}" for axis, degree in degrees if degree > 1]
     begins = f"Resuming after step {step}" if step else "Starting"
-    layout = " x ".join(axes) or "one rank"
+    layout = layout_name(layout_degrees(config.parallelism))
     steps = config.training.steps
     goal = f"to train to step {steps} on {layout}" if step < steps else "with nothing left to train"
     logger.info(f"{begins}, {goal}", extra=event("resumed" if step else "started", step))

@@ -22,13 +22,18 @@ def device_type() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def local_ranks() -> int:
+    """Number of ranks on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def current_device() -> torch.device:
     """This rank's device. On CUDA, also makes it the current device.
 
     Raises:
         ConfigError: torch can't use this machine's GPUs, and the CPU wasn't asked for.
     """
-    refuse_unusable(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    refuse_unusable(local_ranks())
     if device_type() == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -104,7 +109,7 @@ def free_memory(device: torch.device, limits: Path = Path("/sys/fs/cgroup")) -> 
         # Neither file exists outside of control groups; "max" is no limit.
         with contextlib.suppress(OSError, ValueError):
             free = min(free, int((limits / limit).read_text()) - int((limits / usage).read_text()))
-    return free / 2**30 / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return free / 2**30 / local_ranks()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -189,8 +194,7 @@ def tune_cpu() -> None:
     if device_type() != "cpu":
         return
     if "OMP_NUM_THREADS" not in os.environ and hasattr(os, "sched_getaffinity"):
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks()))
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, 2**30)

@@ -3,7 +3,7 @@
 import importlib
 from dataclasses import replace
 
-from torchtitan.config.derive import axis_degrees, degrees_fill
+from torchtitan.config.derive import axis_degrees, ranks_of
 from torchtitan.config.rules.table import (
     ABSENT,
     HERE,
@@ -52,6 +52,6 @@ def validate(config: Config, world: int, sources: dict[str, str] | None = None) 
 def with_ranks(facts: Facts, config: Config, world: int) -> Facts:
     """`facts` with the facts that follow from a derived configuration and its number of ranks."""
     facts = replace(facts, world=world, old_torch=torch_is_before_2_13())
-    if degrees_fill(config, world):
+    if ranks_of(config) == world:
         facts = replace(facts, layout=axis_degrees(config.parallelism))
     return facts

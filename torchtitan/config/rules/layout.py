@@ -8,10 +8,10 @@ from torchtitan.config.derive import (
     DEGREE_KEYS,
     axis_degrees,
     data_parallel_degree,
-    degrees_fill,
     divisors,
     expert_ranks,
     expert_shard_dim,
+    ranks_of,
     rows_of,
 )
 from torchtitan.config.pipeline_schedules import splits_backward
@@ -35,7 +35,7 @@ def degrees_fill_the_world(config: Config, facts: Facts) -> Iterator[str]:
     if degrees["dp_shard"] == 0:
         yield f"{shard_key}: got 0; set 1 for no sharding, or -1 for all ranks left"
         return
-    if degrees_fill(config, world):
+    if ranks_of(config) == world:
         return
     active_degrees = {
         f"parallelism.{DEGREE_KEYS[axis]}": degree
@@ -101,7 +101,7 @@ def elastic_run_can_resume(config: Config, facts: Facts) -> Iterator[str]:
             f"training.global_batch_size: {why} keeps it fixed on any number of ranks; set it to "
             f"{dp} or more"
         )
-    elif degrees_fill(config, facts.world) and batch < dp:
+    elif ranks_of(config) == facts.world and batch < dp:
         yield (
             f"training.global_batch_size: {batch} rows are too few for {dp} data-parallel ranks; "
             f"set {dp} or more"

@@ -176,12 +176,8 @@ def draft_settings(request: Request) -> Choices:
 def _cpu_precision(hardware: Hardware) -> Choice:
     """The faster precision by measured products: bf16 instructions of some CPUs are slower."""
     ratio = hardware.bf16 / hardware.fp32
-    if ratio >= _BF16_GAIN:
-        return Choice(
-            "bfloat16",
-            f'products are {ratio:.1f} times as fast as in fp32 here; "float32" turns it off',
-        )
-    return Choice("float32", f"products are {ratio:.1f} times as fast in bfloat16 here")
+    name = "bfloat16" if ratio >= _BF16_GAIN else "float32"
+    return Choice(name, f"products are {ratio:.1f} times as fast in bfloat16 as in float32 here")
 
 
 def _validation(request: Request) -> Choices:

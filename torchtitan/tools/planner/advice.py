@@ -6,12 +6,12 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torchtitan.config.derive import divisors
+from torchtitan.config.derive import divisors, ranks_of
 from torchtitan.config.sections.schema import Config
 from torchtitan.models import ModelSpec
 from torchtitan.tools.planner.layouts import SCHEDULES
 from torchtitan.tools.planner.memory import GIB, predict_memory
-from torchtitan.tools.planner.predict import Plan, derived_workload, ranks_of, replan
+from torchtitan.tools.planner.predict import Plan, derived_workload, replan
 from torchtitan.tools.planner.settings import Settings, apply_settings, read
 from torchtitan.tools.planner.workload import Workload
 from torchtitan.utils.errors import ConfigError

@@ -112,26 +112,19 @@ def block_time(w: Workload, hw: Hardware) -> Pass:
         "communication: cp": context,
     }
     exchanges = rows[0] + counts[0], rows[1] + counts[1]
+    device = Pass(by_cause, weights)
     if w.overlaps_experts:
-        exchanges = _excess(exchanges, _total(by_cause))
+        exchanges = _excess(exchanges, device)
     by_cause["communication: ep"] = exchanges
-    device = _total(by_cause)
     host = host_seconds(w, hw)
-    by_cause[LAUNCHES] = _excess(host, device)
-    with_doubt = _excess((host[0] * (1 + HOST_DOUBT), host[1] * (1 + HOST_DOUBT)), device)
-    return Pass(by_cause, weights, host_doubt=sum(with_doubt) - sum(by_cause[LAUNCHES]))
+    late = _excess(host, device)
+    later = _excess((host[0] * (1 + HOST_DOUBT), host[1] * (1 + HOST_DOUBT)), device)
+    return Pass(by_cause | {LAUNCHES: late}, weights, host_doubt=sum(later) - sum(late))
 
 
-def _total(by_cause: Mapping[str, tuple[float, float]]) -> tuple[float, float]:
-    """Seconds of all parts, forward and backward."""
-    return sum(seconds[0] for seconds in by_cause.values()), sum(
-        seconds[1] for seconds in by_cause.values()
-    )
-
-
-def _excess(seconds: tuple[float, float], hidden: tuple[float, float]) -> tuple[float, float]:
-    """Seconds beyond the seconds that hide them, forward and backward."""
-    return max(0.0, seconds[0] - hidden[0]), max(0.0, seconds[1] - hidden[1])
+def _excess(seconds: tuple[float, float], device: Pass) -> tuple[float, float]:
+    """Seconds beyond the device's, which hide them, forward and backward."""
+    return max(0.0, seconds[0] - device.forward), max(0.0, seconds[1] - device.backward)
 
 
 def host_seconds(w: Workload, hw: Hardware) -> tuple[float, float]:

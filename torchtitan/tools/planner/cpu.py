@@ -22,13 +22,14 @@ def measure_cpu() -> tuple[Hardware, str]:
         return find_hardware(str(file)), text
 
 
-def find_or_measure(name: str) -> Hardware:
-    """The hardware for a plan: from the built-in table, a TOML file, or `cpu`: this machine's.
+def find_or_measure(name: str) -> tuple[Hardware, str | None]:
+    """The hardware for a plan: from the built-in table, a TOML file, or `cpu`: this machine's, with
+    the text of its hardware file.
 
     Raises:
         ConfigError: there is none.
     """
-    return measure_cpu()[0] if name == CPU else find_hardware(name)
+    return measure_cpu() if name == CPU else (find_hardware(name), None)
 
 
 def describe_cpu() -> str:

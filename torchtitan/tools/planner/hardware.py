@@ -22,8 +22,6 @@ from torchtitan.utils.errors import ConfigError, did_you_mean
 from torchtitan.utils.files import text_of
 
 FILE = Path(__file__).with_name("hardware.toml")
-_REMOVED = ("gemm_depth", "latency", "launch", "tp_sync")
-"""Constants of files that earlier versions wrote, now `gemm_start` and `collective`."""
 
 
 class Hardware(BaseModel):
@@ -101,12 +99,12 @@ class Hardware(BaseModel):
             ConfigError: a rate is infinite.
         """
         requirements = {
-            "link": ("between the GPUs of a node", world > 1 and self.gpus_per_node > 1)
+            "link": ("between the GPUs of a node", world > 1 and self.gpus_per_node > 1),
+            "network": ("between nodes", world > self.gpus_per_node),
         }
-        requirements["network"] = ("between nodes", world > self.gpus_per_node)
         problems = [
             f"--hardware: {self.name} has no {key}, the bytes/s of a GPU {where}, which "
-            f"{world} ranks need; fill it in"
+            f"{world} ranks need; set it in a hardware file, or plan one rank"
             for key, (where, applies) in requirements.items()
             if applies and math.isinf(getattr(self, key))
         ]
@@ -198,9 +196,7 @@ def load_hardware(path: Path = FILE) -> dict[str, Hardware]:
     for name, table in tables.items():
         values = {"name": name} | shared | table
         try:
-            hardware[name] = Hardware.model_validate(
-                {key: value for key, value in values.items() if key not in _REMOVED}
-            )
+            hardware[name] = Hardware.model_validate(values)
         except ValidationError as error:
             problems += [
                 f"{path}: {name}.{e['loc'][0]}: {e['msg'][0].lower()}{e['msg'][1:]}"
@@ -261,7 +257,7 @@ def to_table(name: str, hardware: Hardware, base: Hardware, source: str) -> str:
     """
     lines = [f"# Constants marked so are {source}.", f"[{name}]"]
     for key, value in hardware.model_dump(mode="json", exclude={"name"}).items():
-        if value is not None and value != [] and value != math.inf:
+        if value not in (None, [], math.inf):
             mark = (
                 "  # fitted"
                 if value != getattr(base, key) and not isinstance(value, str | list)

@@ -4,18 +4,12 @@ from torchtitan.tools.planner.memory import GIB, offloaded_bytes, state_bytes
 from torchtitan.tools.planner.pipeline_costs import in_flight
 from torchtitan.tools.planner.workload import Workload
 
-HOST_CATEGORIES = (
-    "copies for saves",
-    "parameters, gradients, optimizer",
-    "activations",
-    "data workers",
-)
 WORKER_BYTES = 0.25 * GIB
 """Resident memory of a process that has imported torch and the loader, measured without CUDA."""
 
 
 def host_memory(w: Workload) -> dict[str, float]:
-    """Bytes of each of `HOST_CATEGORIES`, of the pipeline rank that needs most.
+    """Bytes by category, of the pipeline rank that needs most.
 
     Saves in the background keep the copy of their state from one save to the next.
     """
@@ -36,10 +30,11 @@ def _host_memory(w: Workload, pp_rank: int) -> dict[str, float]:
             sum(n * offloaded_bytes(w, [w.stages[i]]) for i, n in m.microbatches.items())
             for m in in_flight(w.pipeline, w.microbatches, pp_rank)
         )
-    sizes = (
-        copies * (state["parameters"] + state["optimizer"]),
-        config.training.enable_cpu_offload * sum(state.values()),
-        activations,
-        config.training.dataloader.num_workers * WORKER_BYTES,
-    )
-    return {name: size for name, size in zip(HOST_CATEGORIES, sizes, strict=True) if size}
+    sizes = {
+        "copies for saves": copies * (state["parameters"] + state["optimizer"]),
+        "parameters, gradients, optimizer": config.training.enable_cpu_offload
+        * sum(state.values()),
+        "activations": activations,
+        "data workers": config.training.dataloader.num_workers * WORKER_BYTES,
+    }
+    return {name: size for name, size in sizes.items() if size}

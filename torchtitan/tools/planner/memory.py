@@ -111,7 +111,8 @@ def _whole_model(w: Workload, blocks: BlockCounts, gradients: float) -> dict[str
         gradients: bytes of the state's.
     """
     (model,) = w.stages
-    sizes = {"activations": _kept_bytes(w, w.stages) + _in_transit_bytes(w, w.stages)}
+    activations = _kept_bytes(w, w.stages) + _in_transit_bytes(w, w.stages)
+    sizes = {"activations": activations, "communication": 0.0}
     largest = sorted((b.block_params for b, count in blocks for _ in range(count)), reverse=True)
     ends = [w.element * size for size in w.ends(model)]
     never = w.config.parallelism.fsdp_reshard_after_forward == "never"
@@ -119,7 +120,6 @@ def _whole_model(w: Workload, blocks: BlockCounts, gradients: float) -> dict[str
     # The output's weight stays for the backward; embeddings aren't needed there.
     unsharded = sum(ends if never else ends[-1:]) + w.gathered_bytes * gathered
     sizes["unsharded"] = 0.0 if w.stays_whole else unsharded
-    sizes["communication"] = 0.0
     kinds = [block for block, _ in blocks]
     if w.fsdp > 1 or any(block.experts_apart for block in kinds):
         gathers = [max(map(_gather_buffers, kinds)), *ends]
@@ -162,14 +162,12 @@ def _pipeline_rank(
 
 def _gather_buffers(w: Record) -> float:
     """Bytes of the buffers in which blocks' weights are gathered."""
-    padded = w.expert_params * w.expert_padding
-    return GATHER_COPIES * w.gathered_bytes * (w.block_params - w.expert_params + padded)
+    return GATHER_COPIES * w.gathered_bytes * sum(unit.params for unit in w.units)
 
 
 def _reduced_bytes(w: Record) -> float:
     """Bytes of a block's reduced gradients."""
-    dense = w.block_params - w.expert_params
-    return w.reduced_bytes * (dense / w.fsdp + w.expert_params * w.expert_padding / w.efsdp)
+    return w.reduced_bytes * sum(unit.params / unit.ranks for unit in w.units)
 
 
 def state_bytes(w: Workload, stages: Sequence[Stage]) -> dict[str, float]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 
-from torchtitan.config.derive import axis_degrees, derive, layout_degrees
+from torchtitan.config.derive import axis_degrees, derive, layout_degrees, ranks_of
 from torchtitan.config.rules import Facts, check, validate
 from torchtitan.config.sections.schema import Config
 from torchtitan.models import ModelSpec
@@ -207,11 +207,6 @@ def replan(plan: Plan, config: Config) -> Plan | None:
         )
     except ConfigError:
         return None
-
-
-def ranks_of(config: Config) -> int:
-    """The ranks that the degrees of a derived configuration fill."""
-    return math.prod(axis_degrees(config.parallelism).values())
 
 
 # ---- how far off a plan may be

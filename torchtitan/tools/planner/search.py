@@ -13,6 +13,7 @@ from typing import Any
 
 from torchtitan.config.derive import data_parallel_degree, divisors
 from torchtitan.config.rules import problems, with_ranks
+from torchtitan.config.rules.layout import multiples_near
 from torchtitan.config.sections.parallelism import ActivationCheckpoint
 from torchtitan.config.sections.schema import Config
 from torchtitan.models import ModelSpec
@@ -134,7 +135,7 @@ class _Search:
                 f"training.global_batch_size: {total} rows can't be divided among the "
                 f"data-parallel ranks of any legal layout of {self.world} ranks; set it to a "
                 f"multiple of {self.world}, or of a divisor of it (the degrees of the other axes "
-                f"make up the rest): {_near(total, self.world)}"
+                f"make up the rest): {multiples_near(total, self.world)}"
             ] += 1
             return
         pp = layout.parallelism.pipeline_parallel_degree
@@ -259,9 +260,3 @@ def _sized(
     t = layout.training.model_copy(update={"local_batch_size": rows if order else size})
     sections = {"parallelism": p, "training": t, "activation_checkpoint": mode}
     return layout.model_copy(update=sections)
-
-
-def _near(rows: int, unit: int) -> str:
-    """Multiples of `unit` next to `rows`."""
-    below = rows // unit * unit
-    return " or ".join(str(n) for n in (below, below + unit) if n)

@@ -180,8 +180,7 @@ class Recorder(TorchDispatchMode):
             what += f" {reduction(args) or self.reduction}"
         root = None
         if in_place and kind in _ROOTED:
-            numbers = (x for x in args if isinstance(x, int) and not isinstance(x, bool))
-            root = next(numbers, None)
+            root = next((x for x in args if type(x) is int), None)
         self.add_entry(slot, kind, what, sum(map(nbytes, inputs)), root=root)
         if kind in ("all_reduce", "all_gather", "broadcast"):
             axes |= self._axes[slot]
@@ -220,11 +219,9 @@ class Recorder(TorchDispatchMode):
     def _propagate(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
         """A result is the same on all ranks along an axis if all inputs are."""
         inputs = list(tensors(args))
-        if inputs:
-            marks = _common_axes(inputs)
-        else:
-            constant = func._overloadpacket.__name__ in ("zeros", "ones", "arange")
-            marks = self._all_axes if constant else frozenset()
+        marks = _common_axes(inputs)
+        if not inputs and func._overloadpacket.__name__ in ("zeros", "ones", "arange"):
+            marks = self._all_axes
         for result in tensors(out):
             mark(result, marks)
 

@@ -28,13 +28,9 @@ def web_page(
     """
     replacements = {
         "TITLE": html.escape(title),
-        "STYLE": "\n".join(
-            _read(path) for path in (*(_FOLDER / name for name in _STYLES), *styles)
-        ),
+        "STYLE": "\n".join(map(_read, (*(_FOLDER / name for name in _STYLES), *styles))),
         "DATA": json.dumps(data).replace("<", "\\u003c"),  # no data begins or ends a script
-        "SCRIPTS": "\n".join(
-            _read(path) for path in (*(_FOLDER / name for name in _SCRIPTS), *scripts)
-        ),
+        "SCRIPTS": "\n".join(map(_read, (*(_FOLDER / name for name in _SCRIPTS), *scripts))),
     }
     pieces = _read(_FOLDER / "page.html").split("__")
     return "".join(replacements.get(piece, piece) for piece in pieces)
