@@ -84,7 +84,7 @@ def test_methods_are_called_in_order(ranks, tmp_path):
     for names, lines in ranks(2, kept_diary, argv):
         assert names == [
             *("WaitForCopy", "AverageWeights", "LimitCollectives", "AnnounceStages"),
-            *("ConfirmFolders", "Report", "FindStragglers", "Advise"),
+            *("ConfirmFolders", "Report", "Advise"),
             *("Profile", "CheckReplicas"),
             *("Validate", "WriteSamples", "RunTasks"),
             *("Diary", "Save", "CollectGarbage"),

@@ -131,7 +131,7 @@ def test_it_has_no_loss_and_updates_nothing(ranks, tmp_path, kind):
         progress = run["progress"]
         assert (progress.step, progress.skipped) == (5, 2)
         assert progress.tokens == sum(result.tokens for result in run["results"])
-        assert progress.first_loss == run["results"][1].loss
+        assert progress.losses[0] == run["results"][1].loss
         assert len(run["window"]["loss"]) == 3
         assert run["rows"] == 40
         for record in run["metrics"] or ():

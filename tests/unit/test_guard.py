@@ -2,6 +2,7 @@
 without ranks.
 """
 
+from math import nan
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -15,7 +16,8 @@ from torchtitan.health.replicas import fingerprint
 from torchtitan.health.stragglers import Stragglers
 from torchtitan.train.callbacks import CallbackStates
 from torchtitan.train.restore import RunState
-from torchtitan.train.state import Progress
+from torchtitan.train.state import Progress, StepResult
+from torchtitan.utils.device import LateValues
 
 WINDOW = 16
 
@@ -188,9 +190,8 @@ def test_numbers_of_rows_go_on_where_the_data_does(exclude, rows, streak):
     saved = guard()
     saved.rows = 64
     saved.streak = 2
-    progress = Progress(step=8, tokens=1, skipped=0)
     state = {
-        "progress": progress.state_dict(),
+        "progress": {"step": 8, "tokens": 1, "skipped": 0},
         "guard": saved.state_dict(),
         "lr_scheduler": None,
         "data": None,
@@ -198,7 +199,7 @@ def test_numbers_of_rows_go_on_where_the_data_does(exclude, rows, streak):
     watch = guard()
     RunState(
         SimpleNamespace(progress=Progress(), schedule=Mock(), loader=Mock(), average=None),
-        SimpleNamespace(spikes=watch, load=lambda state: watch.load_state_dict(state["guard"])),
+        SimpleNamespace(spikes=watch),
         CallbackStates(()),
     ).load(state, exclude, dict)
     assert (watch.rows, watch.streak) == (rows, streak)
@@ -207,6 +208,7 @@ def test_numbers_of_rows_go_on_where_the_data_does(exclude, rows, streak):
 def test_saved_progress_counts_on():
     """Steps, tokens, and the steps that were skipped."""
     progress = Progress()
-    progress.load_state_dict(Progress(step=3, tokens=50, skipped=2).state_dict())
-    progress.advance(10, 1.5, skipped=True)
-    assert (progress.step, progress.tokens, progress.skipped) == (4, 60, 3)
+    progress.load_state_dict({"step": 3, "tokens": 50, "skipped": 2})
+    progress.advance(StepResult(LateValues(torch.tensor([1.5, 1, 10, 1.5])), 10, 10, stop=False))
+    progress.advance(StepResult(LateValues(torch.tensor([nan, 1, 7, nan])), 7, 10, stop=False))
+    assert progress.state_dict() == {"step": 5, "tokens": 67, "skipped": 3}

@@ -28,10 +28,11 @@ from torchtitan.telemetry.trackers.base import scalars
 from torchtitan.telemetry.trackers.jsonl import JsonlSink
 from torchtitan.train.built_in import Report
 from torchtitan.train.rank_main import _summarize
-from torchtitan.train.state import Progress
+from torchtitan.train.state import Progress, StepResult
 from torchtitan.utils import activity as phases
 from torchtitan.utils import device
 from torchtitan.utils.activity import phase
+from torchtitan.utils.device import LateValues
 from torchtitan.utils.run_files import RunFile
 
 KEYS = {
@@ -91,7 +92,14 @@ def test_scores_of_checkpoints_that_are_written_again_are_dropped(one_rank, tmp_
     assert len(list(tmp_path.glob("evals-*.jsonl"))) == 1
 
 
-VALUES = {"loss": 2.5, "max_loss": 2.75, "grad_norm": 0.5, "lr": 1e-3, "tokens": 700, "skipped": 0}
+VALUES = {
+    "loss": 2.5,
+    "max_loss": 2.75,
+    "grad_norm": 0.5,
+    "lr": 1e-3,
+    "tokens": 700,
+    "skipped_steps": 0,
+}
 
 
 def test_record_has_every_field_and_right_rates(one_rank, tmp_path, monkeypatch):
@@ -106,10 +114,9 @@ def test_record_has_every_field_and_right_rates(one_rank, tmp_path, monkeypatch)
             metrics.count(step, 350)
     with phase("validation", "validating"):
         clock[0] += 40.0
-    record = metrics.log(2, **VALUES, mtp_losses=(2.0, 3.0))
+    record = metrics.log(2, VALUES)
     metrics.close()
-    assert set(record) == {*KEYS, "mtp_loss"}
-    assert record["mtp_loss"] == 2.5
+    assert set(record) == KEYS
     assert record["tokens_per_second"] == pytest.approx(1400)
     assert record["step_time_s"] == pytest.approx(0.25)
     assert record["data_loading_pct"] == pytest.approx(2.0)
@@ -128,7 +135,7 @@ def test_what_is_said_of_experts(one_rank, tmp_path):
     metrics = make(tmp_path, experts=True, enable_tensorboard=True)
     with phase("steps", "training", 2):
         metrics.count(2, 350)
-        record = metrics.log(2, **VALUES, experts=LOADS)
+        record = metrics.log(2, VALUES, experts=LOADS)
     metrics.close()
     assert set(record) - KEYS == {
         "expert_load_max",
@@ -394,9 +401,11 @@ def test_peak_rates_are_known_or_none(name, dtype, peak):
 def test_the_last_line_has_a_loss_that_can_be_read(tmp_path, caplog, monkeypatch):
     """Steps of a row each: 7.5, 2.5, 7.5, ..., of which the last one is 2.5."""
     monkeypatch.setattr(logging.getLogger("torchtitan"), "propagate", True)
-    progress = Progress(data=object())
+    progress = Progress()
+    progress.data = object()
     for step in range(150):
-        progress.advance(1, 2.5 if step % 2 else 7.5, skipped=False)
+        loss = 2.5 if step % 2 else 7.5
+        progress.advance(StepResult(LateValues(torch.tensor([loss, 1, 1, loss])), 1, 1, stop=False))
     progress.validation = {"": 6.93, "empty": None, "web": 5}
     with caplog.at_level("INFO", "torchtitan"):
         _summarize(resolve([f"--job.dump_folder={tmp_path}"], 1), progress)
@@ -411,7 +420,8 @@ def test_a_rewind_forgets_what_was_recorded_since():
     tally = SourceTally(2, np.ones(8), torch.device("cpu"))
     tally.add(torch.tensor([1]), torch.tensor([2.5]), torch.tensor([[3, 4]]))
     parts = {name: mock.Mock() for name in ("logged", "experts", "qk_clip", "metrics")}
-    engine = SimpleNamespace(**parts, compute=SimpleNamespace(tally=tally))
+    compute = SimpleNamespace(tally=tally)
+    engine = SimpleNamespace(**parts, compute=compute, config=mock.Mock())
     telemetry = SimpleNamespace(metrics=parts["metrics"], run_record=None)
     Report(engine, telemetry).on_rewind(None, 7)
     assert [call[0] for part in parts.values() for call in part.method_calls] == [

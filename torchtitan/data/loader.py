@@ -277,6 +277,11 @@ class StepLoader:
             self.limit = self.later_limit
             yield batch
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next batch has been read ahead."""
+        return self._ahead is not None and not self._ahead.queue.empty()
+
     def close(self) -> None:
         """Stop reading ahead. A later iteration starts afresh."""
         if self._ahead is not None:

@@ -257,7 +257,7 @@ class ReadAhead(Generic[T]):
     """Runs `items` in a thread, up to `depth` items ahead."""
 
     def __init__(self, items: Iterator[T], depth: int):
-        self._queue: queue.Queue[T | BaseException | None] = queue.Queue(depth)
+        self.queue: queue.Queue[T | BaseException | None] = queue.Queue(depth)
         self._stop = threading.Event()
         self._thread = threading.Thread(
             target=self._produce, args=(items,), name="data", daemon=True
@@ -271,7 +271,7 @@ class ReadAhead(Generic[T]):
             queue.Empty: none came within `timeout` seconds.
             BaseException: whatever `items` raised.
         """
-        item = self._queue.get(timeout=timeout)
+        item = self.queue.get(timeout=timeout)
         if isinstance(item, BaseException):
             raise item
         return item
@@ -294,7 +294,7 @@ class ReadAhead(Generic[T]):
         """Queue an item; False if the consumer closed this first."""
         while not self._stop.is_set():
             try:
-                self._queue.put(item, timeout=0.1)
+                self.queue.put(item, timeout=0.1)
                 return True
             except queue.Full:
                 continue

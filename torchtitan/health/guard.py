@@ -173,34 +173,38 @@ class UpdateGuard:
         self._spike: Spike | None = None
         self._warned_empty = False
 
-    def approve(self, step: int, loss: float | None, grad_norm: float) -> bool:
+    def approve(self, step: int, rows: int, loss: float | None, grad_norm: float) -> bool:
         """Whether to update the weights with this step's gradients.
 
         Args:
+            rows: rows of its batch, over all ranks.
             loss: None if the step predicted nothing.
 
         Raises:
             NonFiniteError: NaN or infinity, and `training.on_nonfinite = "stop"`.
         """
-        self._spike = self.spikes.judge(step, loss, grad_norm)
-        if self._spike is not None and self._spike.action != "warn":
+        self.spikes.rows_per_step = rows
+        spike = self.spikes.judge(step, loss, grad_norm)
+        if spike is not None and spike.action != "warn":
+            self._spike = spike
             return False
         if loss is None:
             self._warn_empty(step)
             return False
         if math.isfinite(loss) and math.isfinite(grad_norm):
+            if spike is not None:
+                self._record(spike, "the update was made anyway (guard.policy)")
             return True
         what = f"loss {loss}, gradient norm {grad_norm}"
         if self.on_nonfinite == "stop":
             self.checkpointer.wait()
-            when = "already" if self.updates_in_backward else "not"
+            outcome = "made already" if self.updates_in_backward else "skipped"
             raise NonFiniteError(
-                f"step {step}: {what}. The weights were {when} updated; "
+                f"step {step}: {what}. Its update was {outcome}; "
                 f"{self.checkpointer.last_good()}.\n"
                 f'{self.advice}, or set training.on_nonfinite = "skip" to continue without such '
                 "updates."
             )
-        self._spike = None  # training.on_nonfinite has decided
         self.spikes.skip_step()
         logger.warning(f"step {step}: {what}; update skipped", extra=event("skipped", step))
         return False
@@ -215,7 +219,8 @@ class UpdateGuard:
             )
 
     def handle_spike(self) -> Resumed | None:
-        """Carry out and log the action for a spike in this step; the checkpoint of a rewind.
+        """Carry out and log the action if the step's spike stops its update; the checkpoint of a
+        rewind.
 
         Raises:
             GuardError: `guard.limit` is exceeded, or the weights can't be restored.
@@ -242,29 +247,22 @@ class UpdateGuard:
                 "the weights have already changed (optimizer.early_step_in_backward). Lower "
                 "checkpoint.interval or optimizer.lr."
             )
-        details: dict[str, Any] = {"policy": spike.action, "reason": spike.reason}
-        if spike.action == "warn":
-            note = "the update was made anyway (guard.policy)"
-        elif resumed is None:
+        if resumed is None:
             note = "update skipped"
             if spike.action == "rewind":
                 note += "; there is no checkpoint yet"
-            details["rows"] = self.spikes.skip_step()
-        else:
-            note = (
-                f"rewound to step {resumed.step}; training continues with the data after this step"
-            )
-            rows = self.spikes.skip_rows(resumed.train_state["guard"]["rows"])
-            details |= {"back_to": resumed.step, "rows": rows}
-        kind = "spike" if resumed is None else "rewound"
+            self._record(spike, note, rows=self.spikes.skip_step())
+            return None
+        note = f"rewound to step {resumed.step}; training continues with the data after this step"
+        rows = self.spikes.skip_rows(resumed.train_state["guard"]["rows"])
+        self._record(spike, note, "rewound", back_to=resumed.step, rows=rows)
+        return resumed
+
+    def _record(self, spike: Spike, note: str, kind: str = "spike", **details: Any) -> None:
+        details = {"policy": spike.action, "reason": spike.reason, **details}
         logger.warning(
             f"step {spike.step}: {spike.reason}; {note}", extra=event(kind, spike.step, **details)
         )
         if dist.get_rank() == 0:
             line = {"step": spike.step, **details, "time": time.time()}
             self.journal.append(json.dumps(line))
-        return resumed
-
-    def load(self, train_state: dict[str, Any]) -> None:
-        """Continue as the guard of a checkpoint would have."""
-        self.spikes.load_state_dict(train_state["guard"])

@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from torchtitan.utils.device import LateValues
+
 Groups = tuple[dist.ProcessGroup, ...]
 """Process groups along mesh axes, from outer to inner."""
 
@@ -43,17 +45,16 @@ class AnyRank:
     """A vote: does any rank vote yes? Work before `answer` overlaps with the exchange."""
 
     def __init__(self, yes: bool, device: torch.device):
-        self._value = torch.full((), float(yes), device=device)
-        self._work = None
+        self._yes = yes
+        self._votes = None
         if dist.get_world_size() > 1:
-            self._work = dist.all_reduce(self._value, dist.ReduceOp.MAX, async_op=True)
+            votes = torch.full((1,), float(yes), device=device)
+            work = dist.all_reduce(votes, dist.ReduceOp.MAX, async_op=True)
+            self._votes = LateValues(votes, work)
 
-    def answer(self) -> Tensor:
-        """A scalar on the device, above 0 for yes. On CUDA, only the stream waits for it."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        return self._value
+    def answer(self) -> bool:
+        """Wait until the devices of all ranks have reached the vote."""
+        return self._yes if self._votes is None else self._votes.numbers[0] > 0
 
 
 def gather_values(values: Sequence[float], device: torch.device) -> list[list[float]]:

@@ -111,28 +111,17 @@ class MetricsReporter:
     def log(
         self,
         step: int,
+        values: Record,
         *,
-        loss: float | None,
-        max_loss: float | None,
-        grad_norm: float | None,
-        lr: float,
-        tokens: int,
-        skipped: int,
-        mtp_losses: Sequence[float] = (),
         experts: Tensor | None = None,
-        qk_clip: tuple[float, int] | None = None,
-        sources: Record | None = None,
         logged: Mapping[str, float] | None = None,
     ) -> Record:
         """Record `step`.
 
         Args:
-            loss, max_loss, grad_norm: None if the step predicted nothing.
-            tokens, skipped: predicted tokens and skipped steps of the whole run.
-            mtp_losses: losses of the modules of multi-token prediction.
+            values: loss, max_loss and grad_norm, None if the step predicted nothing; lr; tokens and
+                skipped_steps of the whole run; and what only some runs have.
             experts: the result of `ExpertBalance.take`.
-            qk_clip: the result of `QKClip.take`.
-            sources: loss, tokens, epochs and bytes per token of each data source.
             logged: values that the user's callbacks log.
 
         Raises:
@@ -145,12 +134,7 @@ class MetricsReporter:
         memory_gib, memory_pct = peak_memory()
         record = {
             "step": step,
-            "loss": loss,
-            "max_loss": max_loss,
-            "grad_norm": grad_norm,
-            "lr": lr,
-            "tokens": tokens,
-            "skipped_steps": skipped,
+            **values,
             "tokens_per_second": rate,
             "tflops": flops / 1e12,
             "mfu": 100 * flops / self.peak_flops if self.peak_flops else None,
@@ -161,11 +145,6 @@ class MetricsReporter:
             "time": time.time(),
             **gpu_sensors(),
         }
-        if mtp_losses:
-            record["mtp_loss"] = sum(mtp_losses) / len(mtp_losses)
-        if qk_clip is not None:
-            record["max_attention_logit"], record["clipped_heads"] = qk_clip
-        record |= sources or {}
         loads = read_loads(experts) if experts is not None else None
         if loads is not None:
             record |= self._log_experts(step, loads)

@@ -111,28 +111,22 @@ def build(
     )
 
 
+@dataclass
 class StageComputes:
     """Builds the `Compute` of each stage of the data, whose rows may have another length."""
 
-    def __init__(
-        self,
-        config: Config,
-        setup: Setup,
-        mesh: Mesh,
-        *,
-        device: torch.device,
-        models: list[FSDPModule],
-    ):
-        self.config = config
-        self.setup = setup
-        self.mesh = mesh
-        self.device = device
-        self.models = models
-        sources = len(config.training.sources)
+    config: Config
+    setup: Setup
+    mesh: Mesh
+    device: torch.device
+    models: list[FSDPModule]
+
+    def __post_init__(self) -> None:
+        sources = len(self.config.training.sources)
         self.tally = None
         if sources:
-            self.tally = SourceTally(sources, setup.tokenizer.byte_lengths(), device)
-        self.args = setup.args
+            self.tally = SourceTally(sources, self.setup.tokenizer.byte_lengths(), self.device)
+        self.args = self.setup.args
         """The hyper-parameters that the positions of `models` currently fit."""
 
     def __call__(self, stage: int) -> Compute:
@@ -165,7 +159,7 @@ def _build_validator(
     compute = build_compute(
         config, setup, mesh, device, models=models, section=section, trains=False
     )
-    lengths = setup.tokenizer.byte_lengths()
+    lengths = torch.from_numpy(setup.tokenizer.byte_lengths()).to(device)
     return Validator(compute, sets, mesh, device, byte_lengths=lengths)
 
 
@@ -188,10 +182,11 @@ def _build_qk_clip(
 def _build_expert_balance(
     config: Config, setup: Setup, models: list[FSDPModule], device: torch.device
 ) -> ExpertBalance:
-    rate = config.moe.balance_bias_rate
     modules = setup.spec.module_flops(setup.args, 1)
     blocks = sum(name.startswith("layers.") for name in modules)  # of all pipeline stages
-    return ExpertBalance(models, blocks, setup.n_experts, rate, device=device)
+    return ExpertBalance(
+        models, blocks, setup.n_experts, config.moe.balance_bias_rate, device=device
+    )
 
 
 def build_validation_data(
@@ -241,7 +236,7 @@ def build_data(
 def row_unit(config: Config) -> int:
     """The number that must divide the length of a row."""
     p = config.parallelism
-    cp = config.parallelism.context_parallel_degree
+    cp = p.context_parallel_degree
     chunks = 2 * cp if cp > 1 and p.context_parallel_load_balancer else cp
     return math.lcm(chunks, cp * p.tensor_parallel_degree * config.training.loss_chunks)
 

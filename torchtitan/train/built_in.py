@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torchtitan.checkpoint import Checkpointer
 from torchtitan.checkpoint.hf.export import export_checkpoint
 from torchtitan.config.load.render import to_toml_value
-from torchtitan.config.sections.schema import Config, Guard
+from torchtitan.config.sections.schema import Config
 from torchtitan.health.hang_watch import Watch
 from torchtitan.health.replicas import check_replicas
 from torchtitan.health.stragglers import Stragglers
@@ -30,7 +30,6 @@ from torchtitan.train.restore import RunState
 from torchtitan.train.run_info import describe_model, trained_args, write_config
 from torchtitan.train.run_telemetry import Telemetry
 from torchtitan.train.state import StepResult
-from torchtitan.train.step import max_over_ranks
 from torchtitan.utils.activity import SAVING, phase
 from torchtitan.utils.device import free_memory
 from torchtitan.utils.errors import UserError
@@ -56,7 +55,6 @@ def all_callbacks(
         tasks: from `load_tasks`.
     """
     metrics = telemetry.metrics
-    report = Report(engine, telemetry)
     evaluations = (
         Validate(engine, metrics),
         WriteSamples(engine, metrics),
@@ -68,8 +66,7 @@ def all_callbacks(
         LimitCollectives(engine, watch, evaluations),
         AnnounceStages(engine),
         ConfirmFolders(metrics, folder_locks),
-        report,
-        FindStragglers(report, engine.config.guard),
+        Report(engine, telemetry),
         Advise(engine.setup),
         Profile(telemetry.profiler),
         CheckReplicas(checkpointer),  # before a save would make a fault permanent
@@ -98,7 +95,10 @@ class AverageWeights(Callback):
         self.average = engine.average
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        if self.average is not None and result.updated:
+        if self.average is None:
+            return
+        run.progress.settle()
+        if result.updated:
             self.average.update(run.progress.step)
 
 
@@ -192,14 +192,13 @@ class ConfirmFolders(Callback):
 
 
 class Report(Callback):
-    """Records logged steps: `[metrics]`."""
+    """Records logged steps: `[metrics]`. Names slow ranks: `guard.straggler_factor`."""
 
     def __init__(self, engine: Engine, telemetry: Telemetry):
         self.metrics = telemetry.metrics
         self.run_record = telemetry.run_record
         self.engine = engine
-        self.record: Record = {}
-        """The last record."""
+        self.stragglers = Stragglers(engine.config.guard)
 
     def after_step(self, run: Run, result: StepResult) -> None:
         progress = run.progress
@@ -207,23 +206,31 @@ class Report(Callback):
         self.metrics.count(progress.step, result.read, self.engine.stage)
         if not self.metrics.due(progress.step):
             return
-        max_loss = max_over_ranks(result.local_loss, run.mesh, run.device)
+        progress.settle()
+        local_loss = torch.full((), result.local_loss, device=run.device)
+        max_loss = all_reduce(local_loss, run.mesh.loss_group, dist.ReduceOp.MAX).item()
         empty = result.loss is None
-        self.record = self.metrics.log(
+        values: Record = {
+            "loss": result.loss,
+            "max_loss": None if empty else max_loss,
+            "grad_norm": None if empty else result.grad_norm,
+            "lr": result.learning_rate,
+            "tokens": progress.tokens,
+            "skipped_steps": progress.skipped,
+            **self._sources(run),
+        }
+        if losses := result.mtp_losses:
+            values["mtp_loss"] = sum(losses) / len(losses)
+        if self.engine.qk_clip is not None:
+            values["max_attention_logit"], values["clipped_heads"] = self.engine.qk_clip.take()
+        record = self.metrics.log(
             progress.step,
-            loss=result.loss,
-            max_loss=None if empty else max_loss,
-            grad_norm=None if empty else result.grad_norm,
-            lr=result.learning_rate,
-            tokens=progress.tokens,
-            skipped=progress.skipped,
+            values,
             experts=None if experts is None else experts.take(),
-            qk_clip=None if self.engine.qk_clip is None else self.engine.qk_clip.take(),
-            mtp_losses=result.mtp_losses,
-            sources=self._sources(run),
             logged=self.engine.logged.take(),
         )
         self.run_record.heartbeat(progress.step)
+        self.stragglers.check(record, run.device)
 
     def _sources(self, run: Run) -> Record:
         """The metrics of each data source since the last record."""
@@ -242,24 +249,11 @@ class Report(Callback):
     def on_rewind(self, run: Run, step: int) -> None:
         self.metrics.rewind(step)
         self.engine.logged.clear()
-        if self.engine.experts is not None:
-            self.engine.experts.take()
-        if self.engine.qk_clip is not None:
-            self.engine.qk_clip.take()
+        for component in (self.engine.experts, self.engine.qk_clip):
+            if component is not None:
+                component.take()
         if self.engine.compute.tally is not None:
             self.engine.compute.tally.clear()
-
-
-class FindStragglers(Callback):
-    """Names slow ranks at logged steps: `guard.straggler_factor`."""
-
-    def __init__(self, report: Report, config: Guard):
-        self.report = report
-        self.stragglers = Stragglers(config)
-
-    def after_step(self, run: Run, result: StepResult) -> None:
-        if self.report.metrics.due(run.progress.step):
-            self.stragglers.check(self.report.record, run.device)
 
 
 class Advise(Callback):
@@ -310,6 +304,7 @@ class CheckReplicas(Callback):
         step = run.progress.step
         freq = run.config.guard.weight_hash_freq
         if freq and step % freq == 0:
+            run.progress.settle()
             with phase("other", "comparing replicas of the weights"):
                 check_replicas(run.mesh, run.device, step, self.checkpointer)
 
@@ -343,6 +338,7 @@ class Save(Callback):
             logger.info(f"Asked to stop: saving step {step}")
         elif not self.checkpointer.due(step, run.config.training.steps):
             return
+        run.progress.settle()
         with phase("saves", SAVING):
             self._save(run)
             if stops:

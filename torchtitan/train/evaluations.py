@@ -43,7 +43,7 @@ class StopVote:
         self.batches += 1
         engine = self.engine
         if self.batches % self.freq == 0:
-            engine.stops = AnyRank(self.request.requested, engine.device).answer() > 0
+            engine.stops = AnyRank(self.request.requested, engine.device).answer()
         if engine.stops_early:
             raise _StoppedError
 
@@ -91,6 +91,7 @@ class Evaluation(Callback):
     def after_step(self, run: Run, result: StepResult) -> None:
         if not self.due(run):
             return
+        run.progress.settle()
         if not run.stops_early:
             with suppress(_StoppedError):
                 with phase("validation", self.activity):

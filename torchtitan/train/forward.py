@@ -1,7 +1,7 @@
 """The forward (and backward) that training and validation share, with or without a pipeline."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,16 +54,14 @@ class LocalBatch:
 
     def pin_memory(self) -> "LocalBatch":
         """The same batch in page-locked memory, from which copies don't make the host wait."""
-        sources = None if self.sources is None else self.sources.pin_memory()
-        return LocalBatch(
-            self.tokens.pin_memory(), self.labels.pin_memory(), self.documents, sources
-        )
+        return self._copy(Tensor.pin_memory)
 
     def to(self, device: torch.device) -> "LocalBatch":
-        tokens = self.tokens.to(device, non_blocking=True)
-        labels = self.labels.to(device, non_blocking=True)
-        sources = None if self.sources is None else self.sources.to(device, non_blocking=True)
-        return LocalBatch(tokens, labels, self.documents, sources)
+        return self._copy(lambda rows: rows.to(device, non_blocking=True))
+
+    def _copy(self, copy: Callable[[Tensor], Tensor]) -> "LocalBatch":
+        sources = None if self.sources is None else copy(self.sources)
+        return LocalBatch(copy(self.tokens), copy(self.labels), self.documents, sources)
 
 
 @dataclass(frozen=True)
@@ -120,52 +118,36 @@ class ModelLoss:
         return loss_context(self.sharded)
 
 
+@dataclass(eq=False)
 class Compute:
     """Runs forward and backward of this rank's part of the model, on batches of one shape."""
 
-    def __init__(
-        self,
-        models: Sequence[FSDPModule],
-        positions: Tensor,
-        pipeline: Pipeline | None,
-        loss: ModelLoss,
-        accumulation: Accumulation,
-        *,
-        batch_size: int,
-        attending: Tensor,
-        document_end: int | None,
-        dtype: torch.dtype,
-        pin: bool = False,
-        weighs_tokens: bool = False,
-        tally: SourceTally | None = None,
-    ):
-        """
-        Args:
-            models: this rank's pipeline stages; the whole model without a pipeline.
-            positions: `[seq]`, the positions of this rank's tokens in their row, on the compute
-                device.
-            batch_size: number of rows of a forward and backward.
-            attending: `[queries]`, the positions whose attention this rank computes.
-            document_end: the token that ends a document, if attention stays within documents.
-            dtype: dtype of the activations.
-            pin: put batches into page-locked memory.
-            weighs_tokens: pass the model the weight of each token in the loss, which a mixture of
-                experts needs.
-            tally: adds up the losses of each data source.
-        """
-        self.models = models
-        self.positions = positions
-        self.pipeline = pipeline
-        self.loss = loss
-        self.accumulation = accumulation
-        self.batch_size = batch_size
-        self.attending = attending
-        self.document_end = document_end
-        self.dtype = dtype
-        self.pin = pin
-        self.weighs_tokens = weighs_tokens
-        self.tally = tally
-        self._columns = positions.cpu()  # the loader's rows are on the host
+    models: Sequence[FSDPModule]
+    """This rank's pipeline stages; the whole model without a pipeline."""
+    positions: Tensor
+    """`[seq]`, the positions of this rank's tokens in their row, on the compute device."""
+    pipeline: Pipeline | None
+    loss: ModelLoss
+    accumulation: Accumulation
+    batch_size: int
+    """Number of rows of a forward and backward."""
+    attending: Tensor
+    """`[queries]`, the positions whose attention this rank computes."""
+    document_end: int | None
+    """The token that ends a document, if attention stays within documents."""
+    dtype: torch.dtype
+    """Dtype of the activations."""
+    pin: bool = False
+    """Whether to put batches into page-locked memory."""
+    weighs_tokens: bool = False
+    """Whether to pass the model the weight of each token in the loss, which a mixture of experts
+    needs.
+    """
+    tally: SourceTally | None = None
+    """Adds up the losses of each data source."""
+
+    def __post_init__(self) -> None:
+        self._columns = self.positions.cpu()  # the loader's rows are on the host
 
     def local_rows(
         self,
@@ -272,9 +254,18 @@ class Compute:
     def _loss_sum(self, output: Tensor, labels: Tensor, first: int = 0) -> Tensor:
         return self.loss(self.models[-1], output, labels)[0]
 
-    def reshard(self) -> None:
-        """Free gathered weights. FSDP keeps some after a forward without a backward."""
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """A context in which the model evaluates. FSDP keeps some gathered weights after a forward
+        without a backward, which a checkpoint must not see.
+        """
         for model in self.models:
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
+            model.eval()
+        try:
+            yield
+        finally:
+            for model in self.models:
+                model.train()
+                for module in model.modules():
+                    if isinstance(module, FSDPModule):
+                        module.reshard()

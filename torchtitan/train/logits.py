@@ -8,6 +8,7 @@ computed by one rank, so a sum over ranks collects the results.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -32,35 +33,24 @@ _AT_ONCE = 1024
 """Number of positions whose logits are gathered over the vocabulary at a time."""
 
 
+@dataclass(eq=False)
 class Probe:
     """Reads a model's logits. All ranks make the same calls, and get the same results."""
 
-    def __init__(
-        self,
-        build: Callable[[int, RowLoss], Compute],
-        mesh: Mesh,
-        device: torch.device,
-        *,
-        rows: int,
-        unit: int,
-        max_seq_len: int,
-        compiled: bool,
-    ):
-        """
-        Args:
-            build: builds the `Compute` for rows of a length, with a loss.
-            rows: number of rows in a batch of each rank.
-            unit: divides the length of every row.
-            max_seq_len: length of the longest text in tokens.
-            compiled: the model is compiled, for other shapes.
-        """
-        self.build = build
-        self.mesh = mesh
-        self.device = device
-        self.rows = rows
-        self.unit = unit
-        self.max_seq_len = max_seq_len
-        self.compiled = compiled
+    build: Callable[[int, RowLoss], Compute]
+    """Builds the `Compute` for rows of a length, with a loss."""
+    mesh: Mesh
+    device: torch.device
+    rows: int
+    """Number of rows in a batch of each rank."""
+    unit: int
+    """Divides the length of every row."""
+    max_seq_len: int
+    """Length of the longest text in tokens."""
+    compiled: bool
+    """Whether the model is compiled, for other shapes."""
+
+    def __post_init__(self) -> None:
         self.before_batch: Callable[[], object] = lambda: None
         self._computes: dict[int, Compute] = {}
         self._read: Read = lambda logits, _: logits
@@ -158,12 +148,6 @@ class Probe:
     def _inference(self) -> Iterator[None]:
         """A context in which the model evaluates, uncompiled: its graphs are for one shape only."""
         compute = self._compute(self._length(self.max_seq_len))
-        for model in compute.models:
-            model.eval()
-        with torch.compiler.set_stance("force_eager") if self.compiled else nullcontext():
-            try:
-                yield
-            finally:
-                compute.reshard()  # a checkpoint must not see gathered weights
-                for model in compute.models:
-                    model.train()
+        stance = torch.compiler.set_stance("force_eager") if self.compiled else nullcontext()
+        with stance, compute.evaluation():
+            yield

@@ -182,8 +182,8 @@ def _summarize(resolved: Resolved, progress: "Progress") -> None:
         )
         return
     loss = "no loss: no token was predicted"
-    if progress.first_loss is not None:
-        loss = f"loss {show_loss(progress.first_loss)} -> {show_recent(progress.losses, 'step')}"
+    if losses := progress.losses:
+        loss = f"loss {show_loss(losses[0])} -> {show_recent(losses, 'step')}"
     for name, held_out in progress.validation.items():
         loss += "" if held_out is None else f", {validation_title(name)} {show_loss(held_out)}"
     logger.info(f"Done: step {step}, {show_tokens(progress.tokens)} tokens, {loss}")

@@ -59,7 +59,7 @@ class RunState:
         """
         if "train_state" not in exclude:
             self.engine.progress.load_state_dict(state["progress"])
-            self.guard.load(state)
+            self.guard.spikes.load_state_dict(state["guard"])
             self.history.branches = state.get("branches", {})
             self.callbacks.load_state_dict(state.get("callbacks", {}))
         elif "dataloader" not in exclude:

@@ -2,12 +2,11 @@
 
 `train_step` is the whole step. An `Update` clips the gradients and changes the weights; a run has
 one of three kinds. `HostUpdate` waits until the host has read the loss and the gradient norm, and
-approved them. `DeviceUpdate` clips and updates on the device without waiting for the host.
-`UpdateInBackward` is for an optimizer that updates each weight during the backward
-(`optimizer.early_step_in_backward`).
+approved them. `DeviceUpdate` clips and updates on the device without waiting for the host, which
+queues the next step before it reads the loss. `UpdateInBackward` is for an optimizer that updates
+each weight during the backward (`optimizer.early_step_in_backward`).
 """
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -20,18 +19,12 @@ from torchtitan.data.loader import StepBatch
 from torchtitan.data.order.rows import IGNORE_INDEX
 from torchtitan.optim.optimizer import OptimizerInBackward, ShardedAdam
 from torchtitan.parallel.collectives import AnyRank, SquaredNorm, all_reduce, scale
-from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.precision.dense import refresh_scales
 from torchtitan.train.engine import Engine
 from torchtitan.train.forward import LocalBatch
-from torchtitan.train.state import BackwardResult, StepResult
+from torchtitan.train.state import Approve, StepResult, is_finite
 from torchtitan.utils.activity import note
-from torchtitan.utils.device import device_syncs
-
-
-def is_finite(loss: float | None, grad_norm: float) -> bool:
-    """Whether the weights may be updated: there is a loss, and both values are finite."""
-    return loss is not None and math.isfinite(loss) and math.isfinite(grad_norm)
+from torchtitan.utils.device import LateValues
 
 
 def train_step(
@@ -40,7 +33,7 @@ def train_step(
     *,
     update: "Update | None" = None,
     stop: bool = False,
-    approve: Callable[[float | None, float], bool] = is_finite,
+    approve: Approve = is_finite,
     before_update: Callable[[], None] = lambda: None,
 ) -> StepResult:
     """Train on one global batch.
@@ -48,8 +41,8 @@ def train_step(
     Args:
         update: from `build_update`; None: build it now.
         stop: whether this rank was asked to stop.
-        approve: decides from the loss and the gradient norm whether to update the weights. It is
-            called even without a loss, but then nothing is updated.
+        approve: called even without a loss, but then nothing is updated. With `DeviceUpdate`, the
+            result's `judge` calls it, and must get the answer of `is_finite`.
         before_update: called once the gradients are complete, before they are clipped and any
             weight changes; or before the backward, if the backward updates the weights.
     """
@@ -57,12 +50,12 @@ def train_step(
     engine.enter_stage(batch.stage)
     learning_rate = engine.schedule.apply(batch.stage)
     result = forward_backward(engine, batch, update, stop=stop, before_update=before_update)
-    approved = approve(result.loss, result.grad_norm) and result.loss is not None
-    update.finish(approved)
-    if approved:
-        prepare_weights(engine)
+    result.learning_rate = learning_rate
+    result.approve = approve
+    update.finish(result)
+    prepare_weights(engine)
     engine.optimizer.zero_grad(set_to_none=True)
-    return StepResult(**vars(result), learning_rate=learning_rate, updated=approved)
+    return result
 
 
 def prepare_weights(engine: Engine) -> None:
@@ -121,12 +114,8 @@ class Update:
             any_label: whether any token of the global batch has a label.
         """
 
-    def finish(self, approved: bool) -> None:
-        """Finish the update after the host has read loss and gradient norm.
-
-        Args:
-            approved: whether the weights may change.
-        """
+    def finish(self, result: StepResult) -> None:
+        """Finish the update; all but `DeviceUpdate` judge the result first."""
 
 
 class HostUpdate(Update):
@@ -139,12 +128,12 @@ class HostUpdate(Update):
             scale(gradients, _clip_factor(norm, self.max_norm))
         return norm
 
-    def finish(self, approved: bool) -> None:
+    def finish(self, result: StepResult) -> None:
+        result.judge()
         note("updating the weights")
-        if approved:
+        if result.updated:
             self.engine.optimizer.step()
-        reject = torch.ones((), dtype=torch.bool, device=self.engine.device)
-        _end_step(self.engine, None if approved else reject)
+        _end_step(self.engine, torch.full((), not result.updated, device=self.engine.device))
 
 
 class DeviceUpdate(Update):
@@ -173,8 +162,7 @@ class UpdateInBackward(HostUpdate):
         """
         optimizer = self.engine.optimizer
         assert isinstance(optimizer, OptimizerInBackward)
-        with device_syncs(report=False):
-            optimizer.paused = not any_label.answer() > 0
+        optimizer.paused = not any_label.answer()
 
     def clip(self) -> Tensor:
         """The norm of the gradients, which were not clipped and are already freed."""
@@ -192,16 +180,16 @@ def build_update(engine: Engine, *, agree: bool = False) -> Update:
     """
     optimizer = engine.optimizer
     training = engine.config.training
-    max_norm = training.max_norm
-    if isinstance(optimizer, OptimizerInBackward):
-        return UpdateInBackward(engine, max_norm, agree=agree)
     can_skip = isinstance(optimizer, ShardedAdam) and optimizer.clips
-    if can_skip and not agree and not training.enable_cpu_offload:
-        return DeviceUpdate(engine, max_norm)
-    return HostUpdate(engine, max_norm, agree=agree)
+    kind: type[Update] = HostUpdate
+    if isinstance(optimizer, OptimizerInBackward):
+        kind = UpdateInBackward
+    elif can_skip and not agree and not training.enable_cpu_offload:
+        kind = DeviceUpdate
+    return kind(engine, training.max_norm, agree=agree)
 
 
-def _end_step(engine: Engine, skip: Tensor | None) -> None:
+def _end_step(engine: Engine, skip: Tensor) -> None:
     """Update the experts' routing biases and clip queries and keys, unless `skip` is true."""
     for component in (engine.experts, engine.qk_clip):
         if component is not None:
@@ -230,7 +218,7 @@ def forward_backward(
     *,
     stop: bool = False,
     before_update: Callable[[], None] = lambda: None,
-) -> BackwardResult:
+) -> StepResult:
     """Compute the gradients of one global batch and clip them.
 
     The loss of every microbatch is divided by the token count of the whole global batch, and
@@ -249,22 +237,15 @@ def forward_backward(
         update.expect(AnyRank(local_tokens > 0, engine.device))
     outcome = device_step(engine, rows, local_tokens, update, before_update=before_update)
     update.queue_update(outcome.loss, outcome.norm, outcome.tokens)
-    # All results are read at once: on CUDA this is the only time the host waits for the device.
-    with device_syncs(report=False):
-        loss_and_norm = torch.stack([x.double() for x in (outcome.loss, outcome.norm)])
-        if update.agree:
-            loss_and_norm = all_reduce(loss_and_norm, dist.group.WORLD) / dist.get_world_size()
-        scalars = [x.double() for x in (outcome.tokens, outcome.local_loss, any_stop.answer())]
-        values = [loss_and_norm, torch.stack(scalars), outcome.mtp_losses.double()]
-        loss, grad_norm, tokens, local_loss, stop_flag, *mtp_losses = torch.cat(values).tolist()
-    return BackwardResult(
-        loss=loss if tokens else None,
-        grad_norm=grad_norm,
-        tokens=int(tokens),
+    values = torch.cat([value.double().flatten() for value in outcome])
+    if update.agree:
+        all_reduce(values[:2], dist.group.WORLD).div_(dist.get_world_size())
+    note("waiting for the device")
+    return StepResult(
+        LateValues(values),
+        local_tokens,
         read=batch.count * batch.tokens.shape[1],
-        local_loss=local_loss * tokens / max(local_tokens, 1),
-        mtp_losses=tuple(mtp_losses) if tokens else (),
-        stop=stop_flag > 0,
+        stop=any_stop.answer(),  # once all devices have begun the step
     )
 
 
@@ -327,10 +308,3 @@ def device_step(
         return DeviceOutcome(loss, norm, counts, local_loss, mtp_losses=loss.new_zeros(0))
     losses = all_reduce(torch.cat([loss[None], mtp.take()]), mesh.loss_group)
     return DeviceOutcome(losses[0], norm, counts[0], local_loss, mtp_losses=losses[1:])
-
-
-def max_over_ranks(value: float, mesh: Mesh, device: torch.device) -> float:
-    """The largest value of all ranks."""
-    return all_reduce(
-        torch.full((), value, device=device), mesh.loss_group, dist.ReduceOp.MAX
-    ).item()

@@ -93,8 +93,7 @@ class Trainer:
         config = self.config
         tune_cpu()
         set_determinism(config.debug)
-        setup = self.setup
-        check_hardware(config, self.device, setup.spec.expert_sizes(setup.args))
+        check_hardware(config, self.device, self.setup.spec.expert_sizes(self.setup.args))
         self.owns_process_group = not dist.is_initialized()
         self.watch: Watch | None = None
         if self.owns_process_group:
@@ -220,13 +219,14 @@ class Trainer:
                 self.engine.notify("on_start")
                 batches = iter(self.engine.loader) if self.progress.step < steps else iter(())
                 any_stop = AnyRank(self.stop_request.requested, self.device)
-                self.engine.stops = bool(any_stop.answer() > 0)
+                self.engine.stops = any_stop.answer()
                 while self.progress.step < steps and not self.engine.stops:
                     step = self.progress.step + 1
                     begin("other", "between two steps", step)
                     with phase(run_record.kind_of(step), "starting a step", step):
                         self._train_step(batches)
                     run_record.record_step(step)
+                self.progress.settle()
                 with phase("saves", SAVING):
                     self.checkpointer.close()
                 with phase("other", "counting documents that were skipped"):
@@ -246,20 +246,23 @@ class Trainer:
         progress = self.progress
         guard = self.state.guard
         seed_step(config.debug.seed, progress.step, self.engine.mesh.dp_rank)
+        if not self.engine.loader.is_ready:
+            note("waiting for the device")
+            progress.count()  # time in which the device still computes isn't spent on data
         with phase("data", f"{DATA} from {self.engine.loader.name}"):
             batch = next(batches)
-        guard.spikes.rows_per_step = batch.count
-        report_syncs = config.debug.report_device_syncs and progress.first_loss is not None
-        with device_syncs(report=report_syncs):
+        with device_syncs(report=config.debug.report_device_syncs and self.has_trained):
             result = train_step(
                 self.engine,
                 batch,
                 update=self.update,
                 stop=self.stop_request.requested,
-                approve=partial(guard.approve, progress.step + 1),
+                approve=partial(guard.approve, progress.step + 1, batch.count),
                 before_update=partial(self.engine.notify, "before_update"),
             )
-        if not self.has_trained:  # a start that fails before leaves all as it was
+        progress.settle()  # the step before
+        if not self.has_trained:
+            result.judge()  # a start that fails until here leaves all as it was
             self.has_trained = True
             self.checkpointer.continue_after(progress.step)
             self.telemetry.metrics.continue_after(progress.step)
@@ -271,7 +274,7 @@ class Trainer:
             self.engine.notify("on_rewind", earlier.step)
             self._warn_if_data_ends()
             return
-        progress.advance(result.tokens, result.loss, skipped=not result.updated)
+        progress.advance(result)
         self.engine.schedule.advance()
         self.engine.stops = result.stop
         self.engine.notify("after_step", result)
@@ -319,7 +322,8 @@ class Trainer:
             self.watch.failed(error)
         if error is not None:
             self.checkpointer.settle(COMMIT_SECONDS)
-        loss = show_recent(self.progress.losses, "step")
+        # after an error, the device may never finish the last step
+        loss = show_recent(self.progress.losses, "step") if error is None else None
         self.telemetry.close(step, reason, loss)
         self._end_callbacks(reason, error)
         self.engine.loader.close()

@@ -6,14 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from torchtitan.data.loader import StepBatch, StepLoader
 from torchtitan.data.order.rows import IGNORE_INDEX
-from torchtitan.parallel.collectives import all_reduce
+from torchtitan.parallel.collectives import AnyRank, all_reduce
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.train.forward import Compute
 from torchtitan.utils.activity import DATA, note
@@ -63,38 +61,24 @@ class ValidationResult:
         }
 
 
+@dataclass(eq=False)
 class Validator:
     """Validates on several sets. All ranks make the same calls."""
 
-    def __init__(
-        self,
-        compute: Compute,
-        sets: Sequence[ValidationData],
-        mesh: Mesh,
-        device: torch.device,
-        byte_lengths: NDArray[np.int32],
-    ):
-        """
-        Args:
-            byte_lengths: `[vocab]`, UTF-8 bytes of each token.
-        """
-        self.compute = compute
-        self.sets = sets
-        self.mesh = mesh
-        self.device = device
-        self.byte_lengths = torch.from_numpy(byte_lengths).to(device)
+    compute: Compute
+    sets: Sequence[ValidationData]
+    mesh: Mesh
+    device: torch.device
+    byte_lengths: Tensor
+    """`[vocab]`, UTF-8 bytes of each token, on the device."""
+
+    def __post_init__(self) -> None:
         self.before_batch: Callable[[], object] = lambda: None
 
     def run(self) -> list[ValidationResult]:
         """Validate on every set."""
-        for model in self.compute.models:
-            model.eval()
-        try:
+        with self.compute.evaluation():
             return [self._validate(data) for data in self.sets]
-        finally:
-            self.compute.reshard()  # a checkpoint must not see gathered weights
-            for model in self.compute.models:
-                model.train()
 
     @torch.no_grad()
     def _validate(self, data: ValidationData) -> ValidationResult:
@@ -135,14 +119,10 @@ class Validator:
             note(f"{DATA} from {name}")
             batch = next(batches, None)
             note("validating")
-            if data.batches is None and not self._any_has(batch):
+            if data.batches is None and not AnyRank(batch is not None, self.device).answer():
                 break
             yield batch or data.loader.blank()
         data.batches = index
-
-    def _any_has(self, batch: StepBatch | None) -> bool:
-        has = torch.full((), float(batch is not None), device=self.device)
-        return all_reduce(has, self.mesh.batch_group).item() > 0
 
     def close(self) -> None:
         """Stop reading ahead."""

@@ -7,6 +7,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache, cached_property
 from pathlib import Path
 
 import torch
@@ -146,6 +147,36 @@ def device_syncs(report: bool) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode(before)
+
+
+class LateValues:
+    """Values that the host reads without waiting for what the device was given to do after them."""
+
+    def __init__(
+        self, values: torch.Tensor, done: torch.distributed.Work | torch.cuda.Event | None = None
+    ):
+        """
+        Args:
+            values: a vector.
+            done: a collective in flight that changes it.
+        """
+        self._values = values
+        self._done = done
+        if done is None and values.is_cuda:
+            self._done = torch.cuda.current_stream(values.device).record_event()
+
+    @cached_property
+    def numbers(self) -> list[float]:
+        """The values, for which the host waits the first time."""
+        with device_syncs(report=False), torch.cuda.stream(_reading_stream(self._values.device)):
+            if self._done is not None:
+                self._done.wait()  # this stream waits
+            return self._values.tolist()
+
+
+@cache
+def _reading_stream(device: torch.device) -> torch.cuda.Stream | None:
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
 def fastest(work: Callable[[], object], seconds: float = 0.0) -> float:

@@ -5,7 +5,6 @@ The code of a run is unchanged, from the first process group to the last barrier
 the memory, the data (rows without content) and the storage of checkpoints are replaced.
 """
 
-import dataclasses
 import logging
 import traceback
 import warnings
@@ -118,7 +117,8 @@ def _run(
             recorder.during = "last step"
             engine.progress.step = config.training.steps - 1
         result = train_step(engine, *args, **options)
-        return dataclasses.replace(result, stop=False)  # the host has read a made-up value
+        result.stop = False  # the host has read a made-up value
+        return result
 
     run = trainer.Trainer(
         config,

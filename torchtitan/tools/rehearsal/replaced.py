@@ -88,6 +88,8 @@ def unequal_splits(
 class _Loader:
     """Replaces the data of a rank: rows without content."""
 
+    is_ready = True
+
     def __init__(self, config: Config, section: Any, rows: int, sources: Sequence[str]):
         self.rows = rows
         self.count = section.global_batch_size
