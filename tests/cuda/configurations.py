@@ -11,13 +11,15 @@ _EVERY = (
     "--training.mixed_precision_param=bfloat16",
 )
 _DOCUMENTS = "--training.document_mask=true"
-_STEP = {"train/step.py:forward_backward: value": 1}
-"""The read of loss and norm at the end of the step, by design the only wait of a dense model."""
+_READ = "utils/device.py:LateValues.numbers: value"
+"""The read of loss and norm once the next step is queued, and with several ranks of the vote to
+stop, for which the device must have begun the step. By design, a dense model has no other waits.
+"""
 _NEW_COMPUTE = {
     "train/build.py:build_compute: copy to the GPU": 1,
     "train/forward.py:Compute.__init__: copy to the host": 1,
 }
-_NEW_STAGE = _STEP | _NEW_COMPUTE
+_NEW_STAGE = {_READ: 1} | _NEW_COMPUTE
 _VALIDATION = {"train/validation.py:Validator._validate: value": 1}
 _FIRST_VALIDATION = {**_VALIDATION, "train/validation.py:Validator._any_has: value": 2}
 _SAMPLES = {  # for each token: what to read of the logits, and the token
@@ -60,7 +62,7 @@ class Configuration:
     """Compiled in the first step."""
     world: int = 1
     waits: dict[str, int] = field(default_factory=dict)
-    """Waits of the host for the GPU in each step, besides `_STEP`."""
+    """Waits of the host for the GPU in each step, besides `_READ`."""
     later_graphs: dict[str, int] = field(default_factory=dict)
     """Compiled in later passes, by the pass; in all others none is."""
     other_waits: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -77,7 +79,8 @@ class Configuration:
         return [str(self.world), *_EVERY, *self.flags]
 
     def waits_of(self, name: str) -> dict[str, int]:
-        return dict(sorted(self.other_waits.get(name, _STEP | self.waits).items()))
+        equal = {_READ: 1 if self.world == 1 else 2} | self.waits
+        return dict(sorted(self.other_waits.get(name, equal).items()))
 
 
 def _llama(name: str, *flags: str, graphs: int = 4, **options: object) -> Configuration:

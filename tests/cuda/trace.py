@@ -156,7 +156,7 @@ class _Run:
             sources=torch.zeros(len(tokens), dtype=torch.int64),
             stage=stage,
         )
-        train_step(engine, batch)
+        train_step(engine, batch).judge()
         if engine.average is not None:
             engine.average.update(self.config.ema.start_step)
 

@@ -156,7 +156,7 @@ def test_the_host_waits_once_for_each_exchange_and_once_for_a_step(ranks, tmp_pa
     for layers in (2, 6):  # of two batches each
         argv = arguments(tmp_path, *EXPERTS, f"{EP}2", "--metrics.log_freq=100")
         exchanges = 2 * layers * ["tolist in count_splits"]
-        vote_and_result = 2 * ["tolist in LateValues.read"]  # of the step before, so it is there
+        vote_and_result = 2 * ["tolist in LateValues.numbers"]  # of the step before, so it is there
         assert ranks(2, waits, argv, layers)[0] == exchanges + vote_and_result
 
 
