@@ -159,8 +159,8 @@ def _build_validator(
     compute = build_compute(
         config, setup, mesh, device, models=models, section=section, trains=False
     )
-    lengths = torch.from_numpy(setup.tokenizer.byte_lengths()).to(device)
-    return Validator(compute, sets, mesh, device, byte_lengths=lengths)
+    lengths = torch.from_numpy(setup.tokenizer.byte_lengths())
+    return Validator(compute, sets, mesh, device, lengths.to(device))
 
 
 def _build_qk_clip(

@@ -218,8 +218,7 @@ class Trainer:
             with self.telemetry.profiler.capture_oom():
                 self.engine.notify("on_start")
                 batches = iter(self.engine.loader) if self.progress.step < steps else iter(())
-                any_stop = AnyRank(self.stop_request.requested, self.device)
-                self.engine.stops = any_stop.answer()
+                self.engine.stops = AnyRank(self.stop_request.requested, self.device).answer()
                 while self.progress.step < steps and not self.engine.stops:
                     step = self.progress.step + 1
                     begin("other", "between two steps", step)
