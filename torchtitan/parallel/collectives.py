@@ -48,13 +48,13 @@ class AnyRank:
         self._yes = yes
         self._votes = None
         if dist.get_world_size() > 1:
-            votes = torch.full((1,), float(yes), device=device)
+            votes = torch.full((1,), yes, device=device)
             work = dist.all_reduce(votes, dist.ReduceOp.MAX, async_op=True)
             self._votes = LateValues(votes, work)
 
     def answer(self) -> bool:
         """Wait until the devices of all ranks have reached the vote."""
-        return self._yes if self._votes is None else self._votes.numbers[0] > 0
+        return self._yes if self._votes is None else bool(self._votes.numbers[0])
 
 
 def gather_values(values: Sequence[float], device: torch.device) -> list[list[float]]:

@@ -78,8 +78,9 @@ class Callback:
         """
 
     def after_step(self, run: "Run", result: StepResult) -> None:
-        """`run.progress.step` is done, but not yet saved. Gradients are freed. Not called for a
-        step that the guard rewinds.
+        """`run.progress.step` is done, or about to be: the device was given all of it, and reading
+        a number of `result` waits. It is not yet saved. Gradients are freed. Not called for a step
+        that the guard rewinds.
         """
 
     def on_validation(self, run: "Run", results: Sequence[dict[str, Any]]) -> None:
@@ -227,7 +228,7 @@ class Run(Protocol):
 
     @property
     def progress(self) -> Progress:
-        """Steps, tokens, skipped updates, first and last loss."""
+        """Steps, tokens, skipped updates and losses. All but `step` and `data` wait for the device."""
 
     @property
     def models(self) -> Sequence[FSDPModule]:
