@@ -228,7 +228,7 @@ class Run(Protocol):
 
     @property
     def progress(self) -> Progress:
-        """Steps, tokens, skipped updates and losses. All but `step` and `data` wait for the device."""
+        """Steps, tokens, skipped updates, losses. `tokens` and what follows wait for the device."""
 
     @property
     def models(self) -> Sequence[FSDPModule]:
