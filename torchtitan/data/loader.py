@@ -78,8 +78,7 @@ def build_loader(
         UserError: the data is missing, damaged, empty, or made for another tokenizer.
     """
     later = spec.options.timeout_seconds or limits[1]
-    share = ((dp_rank, dp_degree),)
-    return StepLoader(spec, share, (max(limits[0], later), later))
+    return StepLoader(spec, ((dp_rank, dp_degree),), (max(limits[0], later), later))
 
 
 class StepLoader:
@@ -201,11 +200,11 @@ class StepLoader:
         first = position.step
         rewound = 0 if step is None else first - step
         plans = self.spec.plans
-        remaining_tokens: dict[str, int] = {}
-        for name, source in self.sources.items():
-            tokens = source.remaining_tokens(position.sources.get(name))
-            if tokens is not None:
-                remaining_tokens[name] = tokens
+        remaining_tokens = {
+            name: tokens
+            for name, source in self.sources.items()
+            if (tokens := source.remaining_tokens(position.sources.get(name))) is not None
+        }
         if remaining_tokens.keys() == self.sources.keys():
             enough = first + whole_steps(plans, sum(remaining_tokens.values()), first) - rewound
             if enough < steps:
@@ -270,8 +269,9 @@ class StepLoader:
             except queue.Empty:
                 raise UserError(self._stalled()) from None
             except (OSError, EOFError, RuntimeError) as error:
-                cause = f"{type(error).__name__}: {error}"
-                raise UserError(f"{self.spec.section}.dataset: reading failed: {cause}") from error
+                raise UserError(
+                    f"{self.spec.section}.dataset: reading failed: {type(error).__name__}: {error}"
+                ) from error
             if batch is None:
                 return
             self.limit = self.later_limit
@@ -313,14 +313,12 @@ class StepLoader:
         # A missing input may be any id: its label is ignored too.
         inputs = ids[:, :-1].clamp(min=0)
         targets = ids[:, 1:]
-        labels = (targets & PLAIN).masked_fill(targets & UNPREDICTED != 0, IGNORE_INDEX)
-        sources = torch.tensor(rows.sources + [0] * blanks)
         return StepBatch(
             inputs & PLAIN,
-            labels,
+            (targets & PLAIN).masked_fill(targets & UNPREDICTED != 0, IGNORE_INDEX),
             rows.position,
             plan.rows,
-            sources=sources,
+            sources=torch.tensor(rows.sources + [0] * blanks),
             epochs=rows.epochs,
             stage=self.spec.stage(step),
             continues=inputs & CONTINUES != 0,
@@ -333,13 +331,12 @@ class StepLoader:
     def _stalled(self) -> str:
         section = self.spec.section
         workers = self.spec.options.num_workers
-        options = f"{section.split('.')[0]}.dataloader"
         reading = "; ".join(retry.doing for retry in self.retries.values())
         doing = f"{workers} worker processes don't answer" if workers else f"still {reading}"
         return (
             f"{section}.dataset: no data for {self.limit:g} s from {self.name}: {doing}. Check "
-            f"whether its storage or network hangs, or raise {options}.timeout_seconds (keep it "
-            "below comm.train_timeout_seconds)."
+            f"whether its storage or network hangs, or raise {section.split('.')[0]}.dataloader."
+            "timeout_seconds (keep it below comm.train_timeout_seconds)."
         )
 
     def _warn_of_shared_lanes(self) -> None:
@@ -364,8 +361,7 @@ class StepLoader:
             if not isinstance(source, TokenSource):
                 continue
             width = source.width(positions.get(name))
-            cut_lengths = [length for length in lengths if width % length]
-            if cut_lengths:
+            if cut_lengths := [length for length in lengths if width % length]:
                 logger.warning(
                     f"{self.spec.section}.seq_len: rows of {listed(cut_lengths)} tokens of {name} "
                     f"are joined from parts of windows of {width}, in which it is shuffled. "

@@ -1,6 +1,5 @@
 """The device a rank computes on: CUDA if available, else the CPU."""
 
-import contextlib
 import ctypes
 import os
 import platform
@@ -108,7 +107,7 @@ def free_memory(device: torch.device, limits: Path = Path("/sys/fs/cgroup")) -> 
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
     ):
         # Neither file exists outside of control groups; "max" is no limit.
-        with contextlib.suppress(OSError, ValueError):
+        with suppress(OSError, ValueError):
             free = min(free, int((limits / limit).read_text()) - int((limits / usage).read_text()))
     return free / 2**30 / local_ranks()
 
@@ -137,8 +136,8 @@ def seconds_of_matmuls() -> float:
 @contextmanager
 def device_syncs(report: bool) -> Iterator[None]:
     """Within, warn of every operation that makes the host wait for the device, or never warn."""
-    on_cuda = device_type() == "cuda"
-    if not on_cuda or not (report or torch.cuda.get_sync_debug_mode()):  # setting it warns, too
+    # Setting the mode warns, too.
+    if device_type() == "cpu" or not (report or torch.cuda.get_sync_debug_mode()):
         yield
         return
     before = torch.cuda.get_sync_debug_mode()
@@ -169,7 +168,7 @@ class LateValues:
     def numbers(self) -> list[float]:
         """The values, for which the host waits the first time."""
         with device_syncs(report=False), torch.cuda.stream(_reading_stream(self._values.device)):
-            if self._done is not None:
+            if self._done:
                 self._done.wait()  # this stream waits
             return self._values.tolist()
 
