@@ -17,11 +17,10 @@ stop, for which the device must have begun the step. By design, a dense model ha
 """
 _NEW_COMPUTE = {
     "train/build.py:build_compute: copy to the GPU": 1,
-    "train/forward.py:Compute.__init__: copy to the host": 1,
+    "train/forward.py:Compute.__post_init__: copy to the host": 1,
 }
 _NEW_STAGE = {_READ: 1} | _NEW_COMPUTE
 _VALIDATION = {"train/validation.py:Validator._validate: value": 1}
-_FIRST_VALIDATION = {**_VALIDATION, "train/validation.py:Validator._any_has: value": 2}
 _SAMPLES = {  # for each token: what to read of the logits, and the token
     "inference/generator.py:continue_prompts: value": 3,
     "train/logits.py:Probe._take: value": 3,
@@ -97,7 +96,7 @@ CONFIGURATIONS = [
         "--checkpoint.async_mode=async_with_pinned_mem",
         later_graphs={"first validation": 2},
         other_waits={
-            "first validation": _FIRST_VALIDATION,
+            "first validation": _VALIDATION,
             "another validation": _VALIDATION,
             "first samples": _SAMPLES | dict.fromkeys(_NEW_COMPUTE, 2),
             "another samples": _SAMPLES,
@@ -123,7 +122,7 @@ CONFIGURATIONS = [
             "16 rows of 512 tokens": _NEW_STAGE,
             "16 rows of 384 tokens": _NEW_STAGE,
             "the first stage again": _NEW_STAGE,
-            "first validation": _FIRST_VALIDATION,
+            "first validation": _VALIDATION,
             "another validation": _VALIDATION,
         },
     ),

@@ -107,7 +107,7 @@ def status(key):
 def measure(name, action, *args):
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak
     before = status("VmRSS")
-    assert not action(*args)
+    assert action(*args) == 0 or action is not ckpt.main
     peaks[name] = status("VmHWM") - before
 
 for folder in map(Path, sys.argv[1:]):  # the small model first: it loads all the modules

@@ -278,7 +278,7 @@ class Debug(Section):
     """
     report_device_syncs: bool = False
     """Warn, with the call site, about operations after the first step that make the host wait for
-    the GPU and so leave it idle. The one wait per step that reads the loss isn't reported.
+    the GPU and so leave it idle. Reading the loss and the vote to stop isn't reported.
     """
 
 
