@@ -171,7 +171,8 @@ class _Run:
             trained = TrainedModel(engine.models, engine.optimizer, engine.average)
             stager = build_stager(config.checkpoint.async_mode)
             assert stager is not None
-            yield "staging of a save", lambda: stager.stage(trained.tensors())
+            # A step beside it, in another thread, would use the same fake mode.
+            yield "staging of a save", lambda: stager.stage(trained.tensors()).result()
 
 
 def _samples(probe: Probe, setup: Setup, config: Config) -> None:

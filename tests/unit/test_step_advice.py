@@ -23,7 +23,7 @@ def said(*argv, free=20.0):
 
 def test_recomputation_is_named_where_memory_is_free():
     """Shares of a step by hand: of 3 forwards, one in k is repeated."""
-    free = "of which 20.0 are free"
+    free = "and 20.0 GiB are free"
     assert "takes about 14 % of a step and saves 1.3 GiB, " + free in said()
     assert "takes about 8 %" in said(EVERY + "=4")
     assert "takes about 25 %" in said(FULL)

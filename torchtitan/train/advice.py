@@ -34,7 +34,7 @@ def unneeded_recomputation(config: Config, setup: Setup, free: float) -> str | N
     percent = 100 * repeated / (products + repeated)
     return (
         f"Recomputing activations takes about {percent:.0f} % of a step and saves {more:.2g} GiB, "
-        f'of which {free:.1f} are free: activation_checkpoint.mode = "none" gives the same '
+        f'and {free:.1f} GiB are free: activation_checkpoint.mode = "none" gives the same '
         "numbers faster"
     )
 
