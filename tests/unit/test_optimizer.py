@@ -6,12 +6,14 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.optim.adamw import adamw
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.rounding import assert_rounds
 from torchtitan.config import resolve
 from torchtitan.config.sections.optim import LRScheduler, Optimizer, ParamGroup
 from torchtitan.models.layers.linear import PerHead
+from torchtitan.optim import optimizer as optimizer_module
 from torchtitan.optim.lr_schedule import LRSchedule, lr_factor
 from torchtitan.optim.optimizer import build_optimizer
 
@@ -246,6 +248,50 @@ def test_bf16_state_is_bf16_and_follows_adamw():
     # Moments round by up to eps / 2, and keep what they rounded before: 10 updates are off by 1 %
     # of lr each.
     torch.testing.assert_close(narrow.weight, plain.weight, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_bf16_state_is_updated_together_as_weight_by_weight(fused, monkeypatch):
+    """In groups of a few weights, bit for bit; nothing changes where the device skips."""
+    monkeypatch.setattr(optimizer_module, "_UPDATED_ELEMENTS", 30)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(3, 20))
+    kind = "fused" if fused else "foreach"
+    settings = Optimizer(lr=0.1, weight_decay=0.2, state_dtype="bfloat16", implementation=kind)
+    optimizer = build_optimizer([model], settings)
+    assert optimizer.clips == fused
+    state = [
+        (p.detach().clone(), *torch.zeros(2, *p.shape, dtype=torch.bfloat16), torch.tensor(0.0))
+        for p in model.parameters()
+    ]
+    for step in range(3):
+        skipped = fused and step == 1
+        for param, (expected, mean, square, count) in zip(model.parameters(), state, strict=True):
+            param.grad = torch.full_like(param, torch.nan) if skipped else torch.randn_like(param)
+            wide = [mean.float(), square.float()]
+            decay = 0.2 if param.dim() > 1 else 0.0
+            if not skipped:
+                adamw(
+                    *([x] for x in (expected, param.grad, *wide)),
+                    [],
+                    [count],
+                    fused=fused,
+                    foreach=not fused,
+                    amsgrad=False,
+                    maximize=False,
+                    lr=0.1,
+                    beta1=0.9,
+                    beta2=0.95,
+                    eps=1e-8,
+                    weight_decay=decay,
+                )
+            mean.copy_(wide[0])
+            square.copy_(wide[1])
+        optimizer.step(skip=torch.tensor(skipped) if fused else None)
+        for param, (*expected, _) in zip(model.parameters(), state, strict=True):
+            found = optimizer.state[param]
+            ours = (param, found["exp_avg"], found["exp_avg_sq"])
+            assert all(map(torch.equal, ours, expected))
 
 
 @pytest.mark.parametrize(

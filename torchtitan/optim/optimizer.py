@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +24,24 @@ ADAMW_BYTES = {"fused": 40, "foreach": 70, "for-loop": 70}
 parameter, gradient and two moments and writes all but the gradient (28), the norm reads the
 gradient (4), clipping reads and writes it (8). Others: with temporary tensors, an estimate.
 """
+CONVERTED_BYTES = 24
+"""Bytes moved beside these by moments stored in bf16: both are read and written in fp32, and back.
+"""
+_UPDATED_ELEMENTS = 2**25
+"""Elements whose moments in bf16 are updated at a time, or one parameter's: their copies in fp32
+take 256 MiB.
+"""
+_SETTINGS = (
+    "foreach",
+    "fused",
+    "lr",
+    "weight_decay",
+    "decoupled_weight_decay",
+    "eps",
+    "amsgrad",
+    "maximize",
+)
+"""Arguments of torch's `adam` that a parameter group has."""
 
 
 class AnyOptimizer(Protocol):
@@ -103,13 +122,6 @@ class OptimizerInBackward(_OptimizerList):
         optimizer.zero_grad()
 
 
-def _adam_settings(group: Group) -> dict[str, Any]:
-    """Arguments of torch's `adam` for a parameter group."""
-    beta1, beta2 = group["betas"]
-    settings = {name: group[name] for name in ("foreach", "fused", "lr", "weight_decay", "eps")}
-    return settings | {"beta1": beta1, "beta2": beta2, "amsgrad": False, "maximize": False}
-
-
 class ShardedAdam(torch.optim.Adam):
     """Adam and AdamW on this rank's shards.
 
@@ -133,50 +145,45 @@ class ShardedAdam(torch.optim.Adam):
         for group in self.param_groups:
             lists: list[list[Tensor]] = [[] for _ in range(6)]
             self._init_group(group, *lists)  # parameters, gradients, moments, steps
-            adam(
+            beta1, beta2 = group["betas"]
+            self._update(
                 *([local(tensor) for tensor in tensors] for tensors in lists),
                 grad_scale=None if divisor is None else divisor.float(),
                 found_inf=None if skip is None else skip.float(),
-                decoupled_weight_decay=group["decoupled_weight_decay"],
-                **_adam_settings(group),
+                beta1=beta1,
+                beta2=beta2,
+                **{name: group[name] for name in _SETTINGS},
             )
 
+    def _update(self, *lists: list[Tensor], **settings: Any) -> None:
+        adam(*lists, **settings)
 
-class NarrowAdam(torch.optim.Optimizer):
+
+class NarrowAdam(ShardedAdam):
     """Adam or AdamW with both moments stored in bf16. Computes in the parameter's dtype."""
 
-    def __init__(self, groups: list[Group], *, decoupled: bool, **settings: Any):
-        super().__init__(groups, settings)
-        self._decoupled = decoupled
+    def _init_group(self, group: Group, *lists: list[Tensor]) -> bool:
+        for param in group["params"]:
+            if param.grad is not None and not self.state[param]:
+                device = param.device if group["fused"] else "cpu"
+                self.state[param] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=device),
+                    "exp_avg": torch.zeros_like(param, dtype=torch.bfloat16),
+                    "exp_avg_sq": torch.zeros_like(param, dtype=torch.bfloat16),
+                }
+        return super()._init_group(group, *lists)
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._update(param, group)
-
-    def _update(self, param: Tensor, group: Group) -> None:
-        state = self.state[param]
-        if not state:
-            device = param.device if group["fused"] else "cpu"
-            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-            state["exp_avg"] = torch.zeros_like(param, dtype=torch.bfloat16)
-            state["exp_avg_sq"] = torch.zeros_like(param, dtype=torch.bfloat16)
-        moments = [local(state["exp_avg"]), local(state["exp_avg_sq"])]
-        mean, square = (moment.to(param.dtype) for moment in moments)
-        adam(
-            [local(param)],
-            [local(param.grad)],
-            [mean],
-            [square],
-            [],
-            [state["step"]],
-            decoupled_weight_decay=self._decoupled,
-            **_adam_settings(group),
-        )
-        moments[0].copy_(mean)
-        moments[1].copy_(square)
+    def _update(self, *lists: list[Tensor], **settings: Any) -> None:
+        while lists[0]:
+            sizes = accumulate(param.numel() for param in lists[0])
+            count = max(1, sum(size <= _UPDATED_ELEMENTS for size in sizes))
+            params, gradients, means, squares, _, steps = (tensors[:count] for tensors in lists)
+            narrow = means + squares
+            wide = [torch.empty_like(x, dtype=params[0].dtype) for x in narrow]
+            torch._foreach_copy_(wide, narrow)
+            adam(params, gradients, wide[:count], wide[count:], [], steps, **settings)
+            torch._foreach_copy_(narrow, wide)
+            lists = tuple(tensors[count:] for tensors in lists)
 
 
 def build_optimizer(
@@ -250,20 +257,15 @@ def _settings(
 def _make_builtin(optimizer: Optimizer, groups: list[Group]) -> torch.optim.Optimizer:
     """One optimizer, for groups with the same `muon`."""
     if groups[0]["muon"]:
-        muon: dict[str, Any] = {
-            "lr": optimizer.lr,
-            "momentum": optimizer.muon_momentum,
-            "ns_steps": optimizer.muon_ns_steps,
-        }
-        return Muon(groups, muon)
-    decoupled = optimizer.name != "Adam"
-    settings: dict[str, Any] = {
-        "lr": optimizer.lr,
-        "betas": (optimizer.beta1, optimizer.beta2),
-        "eps": optimizer.eps,
-        "fused": optimizer.implementation == "fused",
-        "foreach": optimizer.implementation == "foreach",
-    }
-    if optimizer.state_dtype == "bfloat16":
-        return NarrowAdam(groups, decoupled=decoupled, **settings)
-    return ShardedAdam(groups, decoupled_weight_decay=decoupled, **settings)
+        settings = {"momentum": optimizer.muon_momentum, "ns_steps": optimizer.muon_ns_steps}
+        return Muon(groups, {"lr": optimizer.lr, **settings})
+    kind = NarrowAdam if optimizer.state_dtype == "bfloat16" else ShardedAdam
+    return kind(
+        groups,
+        lr=optimizer.lr,
+        betas=(optimizer.beta1, optimizer.beta2),
+        eps=optimizer.eps,
+        fused=optimizer.implementation == "fused",
+        foreach=optimizer.implementation == "foreach",
+        decoupled_weight_decay=optimizer.name != "Adam",
+    )

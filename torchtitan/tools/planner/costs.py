@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torchtitan.models.costs import FP32
 from torchtitan.optim.muon import iteration_flops
-from torchtitan.optim.optimizer import ADAMW_BYTES
+from torchtitan.optim.optimizer import ADAMW_BYTES, CONVERTED_BYTES
 from torchtitan.parallel.record import Stage
 from torchtitan.tools.planner.block_time import LAUNCHES, Pass, block_time, ends_time
 from torchtitan.tools.planner.comm_time import activation_offload, data_parallel, transfer
@@ -157,6 +157,8 @@ def _optimizer(w: Workload, hw: Hardware) -> float:
     ema = w.config.ema
     shard = max(sum(map(w.shard, w.stages_of(rank))) for rank in w.unlike_ranks)
     bytes_per_param: float = ADAMW_BYTES[optimizer.implementation]
+    if optimizer.state_dtype == "bfloat16":
+        bytes_per_param += CONVERTED_BYTES
     if ema.enable:  # reads weight and average, and writes the average
         bytes_per_param += (w.stored_bytes + 2 * FP32) / ema.every
     bandwidth = hw.host_link if w.config.training.enable_cpu_offload else hw.bytes_per_s
