@@ -115,6 +115,7 @@ class StepCounter(TorchDispatchMode):
             read = _caller(), inputs[0].untyped_storage()._cdata
             if inputs[0].device.type == DEVICE and read not in self._reads:  # `tolist` reads once
                 self._reads.add(read)
+                self.kept.append(inputs[0])  # or another tensor gets its storage's address
                 phase.waits.append(f"{read[0]} {name}")
             return 1 if not inputs[0].is_floating_point() else 1.0
         out = func(*args, **kwargs)
