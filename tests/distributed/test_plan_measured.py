@@ -1,4 +1,4 @@
-"""A run beside its plan, and hardware fitted to the run."""
+"""A run beside its plan."""
 
 import json
 import statistics
@@ -18,7 +18,7 @@ def run(ranks, tmp_path_factory):
     folder = tmp_path_factory.mktemp("measured")
     ranks(1, train, arguments(folder, "--training.seq_len=128", steps=8))
     (folder / "cpu.toml").write_text(CPU_HARDWARE)
-    # A fit changes rates by 3 at most; a busy machine's steps may take longer than that.
+    # A busy machine's steps may take any time.
     hardware = find_hardware(str(folder / "cpu.toml"))
     plan = make_plan([f"--job.config_file={folder / 'out/config.toml'}"], 1, hardware)
     records = [
@@ -35,7 +35,7 @@ def planned(run, capsys, *more):
     return json.loads(capsys.readouterr().out)["measured"]["figures"]
 
 
-def test_a_run_beside_its_plan_and_hardware_fitted_to_it(run, capsys):
+def test_a_run_beside_its_plan(run, capsys):
     figures = planned(run, capsys, f"--hardware={run / 'cpu.toml'}")
     records = [r for r in read_metrics(run / "out") if r["step"] > 1]
     rates = sorted(r["tokens_per_second"] for r in records)
@@ -44,13 +44,6 @@ def test_a_run_beside_its_plan_and_hardware_fitted_to_it(run, capsys):
     assert figures["waiting for data, s"] == {"measured": waited, "planned": 0.0}
     peak = max(r["memory_gib"] for r in records)
     assert figures["peak memory, GiB"] == {"measured": peak, "planned": None}  # the process's
-    fitted = run / "fitted.toml"
-    planned(run, capsys, f"--hardware={run / 'cpu.toml'}", f"--output={fitted}")
-    again = planned(run, capsys, f"--hardware={fitted}")["computing and communicating, s"]
-    assert again["planned"] == pytest.approx(again["measured"], rel=0.01)
-    before, after = (find_hardware(str(file)) for file in (run / "cpu.toml", fitted))
-    assert after.gemm_bf16 != before.gemm_bf16
-    assert after.gemm_bf16 / before.gemm_bf16 == pytest.approx(after.attention / before.attention)
 
 
 def test_the_table_has_ranges_and_marks_figures_outside(run, capsys):

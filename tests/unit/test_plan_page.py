@@ -39,7 +39,6 @@ def planned(tmp_path_factory):
             "--training.seq_len=8192",
             "--search",
             "--tokens=1e12",
-            "--money=2",
         ],
         "sizes": ["--model.flavor=1B", "--training.local_batch_size=1"],
     }.items():

@@ -168,8 +168,7 @@ def _request(
         "--hardware NAME",
         options.hardware,
         find_or_measure,
-        values=f"{CPU} (this machine's), {', '.join(load_hardware())}, or a TOML file "
-        "(`torchtitan plan --from-run DIR --output FILE` writes one)",
+        values=f"{CPU} (this machine's), {', '.join(load_hardware())}, or a TOML file",
         default=gpus or CPU,
     ) or (None, None)
     devices = _devices(options, asker, hardware, local_count if gpus else 0)

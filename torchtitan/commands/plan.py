@@ -28,7 +28,6 @@ from torchtitan.tools.planner.render import (
     run_of,
     search_data,
     search_table,
-    show_rounded,
 )
 from torchtitan.tools.planner.sizes import compare_sizes
 from torchtitan.utils.errors import UserError
@@ -67,8 +66,6 @@ def main(argv: list[str]) -> int:
         flags = [calibrate.config_flag(run), *flags]
         plan = make_plan(flags, run.world, hardware)
         output.add("measured", *calibrate.comparison(run, plan))
-        if options.output:
-            files[options.output] = calibrate.fitted_file(run, plan)
     else:
         model = None
         if options.config and is_hugging_face(Path(options.config)):
@@ -78,9 +75,6 @@ def main(argv: list[str]) -> int:
         plan = dataclasses.replace(plan, name=model.name if model else "")
     plan = _noting_steps(plan, options.tokens)
     output.texts.append(as_text(plan, options.tokens))
-    if price := options.money:
-        cost = price * run_of(plan, options.tokens).gpu_hours
-        output.add("cost", cost, f"Cost: {show_rounded(cost)} at {price:g} per GPU-hour")
     toml = planned_toml(plan, flags)
     data = as_data(plan, options.tokens) | output.data
     data["command"] = shlex.join(["torchtitan", "plan", *argv])
@@ -116,8 +110,7 @@ def _best_plan(
     hardware, _ = find_or_measure(options.hardware)
     world = options.world
     if world is None:
-        budget = {"tokens": options.tokens, "days": options.days, "price": options.money}
-        sizes = compare_sizes(flags, hardware, **budget)
+        sizes = compare_sizes(flags, hardware, tokens=options.tokens, days=options.days)
         output.add("sizes", sizes.data(), sizes.table())
         plan = sizes.pick.plan
         world = plan.workload.world

@@ -1,4 +1,4 @@
-"""Runs beside their plans, and hardware fitted to them."""
+"""Runs beside their plans."""
 
 import socket
 from collections.abc import Mapping, Sequence
@@ -8,27 +8,13 @@ from statistics import median
 from typing import Any
 
 from torchtitan.tools.planner.cpu import CPU
-from torchtitan.tools.planner.hardware import Hardware, hardware_with, load_hardware, to_table
+from torchtitan.tools.planner.hardware import hardware_with, load_hardware
 from torchtitan.tools.planner.memory import GIB
-from torchtitan.tools.planner.predict import Plan, ends, predict
+from torchtitan.tools.planner.predict import Plan, ends
 from torchtitan.tools.reports.folder import CONFIG, METRICS, read_folder
 from torchtitan.tools.reports.records import read_records
 from torchtitan.utils.errors import ConfigError, UserError
 from torchtitan.utils.wording import aligned, listed, plural
-
-_RATES = (
-    *("gemm_bf16", "gemm_fp8", "gemm_fp8_rowwise", "attention"),
-    *("memory_efficiency", "link_efficiency", "network_efficiency"),
-)
-"""Constants that a step's time is inversely proportional to."""
-_HOST = ("step_overhead", "host_launch")
-"""Constants of the host's work."""
-_ROUNDS = 20
-_MAX_FACTOR = 3.0
-"""Factor by which a fit changes a constant at most."""
-_TOLERANCE = 0.002
-"""Relative error of the fitted plan's step at which the fit ends."""
-
 
 # ---- a run
 
@@ -169,40 +155,3 @@ def _cells(prediction: float | None, ends: Sequence[float], measurement: float) 
         difference += ", outside"
     plan = "-" if prediction is None else f"{prediction:{digits}}"
     return [plan, between or "-", f"{measurement:{digits}}", difference]
-
-
-# ---- fit
-
-
-def fit(run: RunMeasurements, plan: Plan) -> Hardware:
-    """The plan's hardware with rates that make the plan's step as long as the run's.
-
-    All rates and the host's work are scaled alike, since one figure can't separate them. Time
-    spent waiting for data is excluded.
-    """
-    seconds = run.step_s - run.data_s
-    factor = 1.0
-    for _ in range(_ROUNDS):
-        hardware = _scale_rates(plan.hardware, factor)
-        ratio = predict(plan.workload, plan.spec, hardware).time.seconds / seconds
-        if abs(ratio - 1) < _TOLERANCE:
-            break
-        factor = min(_MAX_FACTOR, max(1 / _MAX_FACTOR, factor * ratio))
-    return hardware
-
-
-def _scale_rates(hardware: Hardware, factor: float) -> Hardware:
-    rates = {name: getattr(hardware, name) * factor for name in _RATES}
-    host = {name: getattr(hardware, name) / factor for name in _HOST}
-    return hardware.model_copy(update=rates | host | {"measured": True, "measured_experts": True})
-
-
-def fitted_file(run: RunMeasurements, plan: Plan) -> str:
-    """The text of a hardware file whose constants are fitted to the run."""
-    source = f"{run.folder}, {run.world} x {run.device}, {plan.model}"
-    return to_table(
-        "fitted",
-        fit(run, plan),
-        plan.hardware,
-        f"fitted to {source}; the rest as {plan.hardware.name}",
-    )

@@ -1,6 +1,5 @@
 """Hardware that a plan can target: a table of `hardware.toml`, or of another file."""
 
-import json
 import math
 import re
 from functools import cache
@@ -247,21 +246,3 @@ def find_hardware(name: str) -> Hardware:
             ]
         )
     return by_name[name]
-
-
-def to_table(name: str, hardware: Hardware, base: Hardware, source: str) -> str:
-    """A hardware file that marks the constants that differ from `base`'s.
-
-    Args:
-        source: of the constants that differ.
-    """
-    lines = [f"# Constants marked so are {source}.", f"[{name}]"]
-    for key, value in hardware.model_dump(mode="json", exclude={"name"}).items():
-        if value not in (None, [], math.inf):
-            mark = (
-                "  # fitted"
-                if value != getattr(base, key) and not isinstance(value, str | list)
-                else ""
-            )
-            lines.append(f"{key} = {json.dumps(value)}{mark}")
-    return "\n".join([*lines, ""])

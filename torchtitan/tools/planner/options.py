@@ -44,7 +44,6 @@ def options_of(description: str | None) -> argparse.ArgumentParser:
             "D",
             "without --world: plan the fewest GPUs that train the tokens in D days (default: 30)",
         ),
-        ("--money", number, "PRICE", "price of a GPU-hour: add the cost of the run"),
         (
             "--write",
             path_or_url,
@@ -64,12 +63,6 @@ def options_of(description: str | None) -> argparse.ArgumentParser:
             "DIR",
             "print the plan of the run in this dump folder beside its measurements",
         ),
-        (
-            "--output",
-            path_or_url,
-            "FILE",
-            "with --from-run: write a hardware file that is fitted to the run, for --hardware",
-        ),
     ):
         parser.add_argument(name, type=kind, metavar=metavar, help=text)
     return parser
@@ -86,8 +79,6 @@ def parse(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Na
         and (options.world or options.from_run),
         "--from-run takes the configuration and the number of ranks from the run; drop them and "
         "--search": options.from_run and has_config,
-        "--output needs --from-run: a hardware file is fitted to a run": options.output
-        and not options.from_run,
     }
     for message, applies in conflicts.items():
         if applies:
@@ -111,5 +102,5 @@ def _gaps(options: argparse.Namespace, flags: list[str]) -> Iterator[str]:
     if options.hardware is None:
         yield (
             f"--hardware NAME: one of {', '.join(load_hardware())}, cpu (this machine's), or a "
-            "TOML file (--from-run DIR --output FILE writes one)"
+            "TOML file"
         )

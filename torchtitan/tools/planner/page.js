@@ -48,7 +48,6 @@ function figures() {
     `in ${tenth(memory.usable_gib)} GiB of a GPU`, memory.fits ? "good" : "bad");
   card("gpu_hours", significant(run.gpu_hours), "GPU-hours", range(run.range_gpu_hours, significant));
   card("hours", duration(run.hours), `for ${large(run.tokens, "tokens")}, ${plural(Math.round(run.steps), "step")}`, range(run.range_hours, duration));
-  if (data.cost) card("cost", significant(data.cost), "cost of the run", `${number(data.cost / run.gpu_hours, 2)} per GPU-hour`);
   element(main, "p", {class: "dim"}, "9 of 10 such runs are within the ranges: " +
     `speed ±${percent(time.band)}, memory ±${percent(memory.band)}.`);
 }

@@ -31,8 +31,6 @@ class Size:
 
     plan: Plan
     run: TrainingRun
-    cost: float | None
-    """None without a price."""
 
     @property
     def days(self) -> float:
@@ -60,7 +58,6 @@ class Sizes:
                 "days": size.days,
                 "range_days": size.plan.time_range(size.days),
                 "gpu_hours": size.run.gpu_hours,
-                "cost": size.cost,
             }
             for size in self.all
         ]
@@ -68,15 +65,14 @@ class Sizes:
     def table(self) -> str:
         """The sizes and the answer, for a terminal."""
         names = ["layout", "tokens/s", "GiB"]
-        rows = [["GPUs", "rows", *names, "all tokens/s", "days", "GPU-hours", "cost"]]
+        rows = [["GPUs", "rows", *names, "all tokens/s", "days", "GPU-hours"]]
         for size, data in zip(self.all, self.data(), strict=True):
             figures = (FIGURES[name](size.plan) for name in names)
-            totals = (data[key] or 0.0 for key in ("days", "gpu_hours", "cost"))
+            totals = size.days, size.run.gpu_hours
             speed = show_rate(data["tokens_per_second"])
             rows.append([f"{data['world']:,}", str(data["global_batch_size"]), *figures, speed])
             rows[-1] += map(show_rounded, totals)
-        priced = self.pick.cost is not None
-        return f"{aligned(rows if priced else [row[:-1] for row in rows])}\n{wrap(self._answer())}"
+        return f"{aligned(rows)}\n{wrap(self._answer())}"
 
     def _answer(self) -> str:
         plan, run = self.pick.plan, self.pick.run
@@ -88,8 +84,6 @@ class Sizes:
             f"{plan.workload.world:,} x {plan.hardware.name}, {self.pick.days:.3g} days "
             f"({low:.3g} to {high:.3g}), {show_rounded(run.gpu_hours)} GPU-hours"
         )
-        if self.pick.cost is not None:
-            figures += f", cost {show_rounded(self.pick.cost)}"
         if self.pick.days <= (self.days or DAYS):
             return f"The fewest that train {task}: {figures}"
         return (
@@ -99,12 +93,7 @@ class Sizes:
 
 
 def compare_sizes(
-    argv: list[str],
-    hardware: Hardware,
-    *,
-    tokens: float | None = None,
-    days: float | None = None,
-    price: float | None = None,
+    argv: list[str], hardware: Hardware, *, tokens: float | None = None, days: float | None = None
 ) -> Sizes:
     """Search for the best layout on each number of GPUs.
 
@@ -112,7 +101,6 @@ def compare_sizes(
         argv: configuration flags.
         tokens: to train on. Default: the tokens of `training.steps`.
         days: the time to do so.
-        price: of a GPU-hour.
 
     Raises:
         ConfigError: the trainer would refuse the configuration on any number of GPUs.
@@ -129,8 +117,7 @@ def compare_sizes(
             refusal = error
         else:
             for plan in (proposal.plan for proposal in search.best):  # one or none
-                run = run_of(plan, tokens)
-                sizes.append(Size(plan, run, cost=price and price * run.gpu_hours))
+                sizes.append(Size(plan, run_of(plan, tokens)))
         in_time = [size for size in sizes if size.days <= (days or DAYS)]
         world *= 2
     if not sizes:
