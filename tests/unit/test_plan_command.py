@@ -315,19 +315,6 @@ def test_options_are_strict(capsys):
         assert message in capsys.readouterr().err
 
 
-def test_comparison(tmp_path, capsys):
-    other = tmp_path / "b.toml"
-    other.write_text(f'extends = "{LLAMA_8B}"\n[activation_checkpoint]\nmode = "full"\n')
-    assert main(["--compare", LLAMA_8B, str(other), "--world=8", HARDWARE]) == 0
-    out = capsys.readouterr().out
-    assert re.search(r"recomputes +nothing +full", out)
-    assert main([f"--config={LLAMA_8B}", f"--compare={other}", "--world=8", HARDWARE]) == 0
-    assert capsys.readouterr().out == out
-    with pytest.raises(SystemExit):
-        main(["--compare", str(other), "--world=8", HARDWARE])
-    assert "needs two TOML files" in capsys.readouterr().err
-
-
 def test_what_only_the_cluster_has_is_no_obstacle(tmp_path, capsys):
     here = tmp_path / "[1]"
     here.mkdir()

@@ -23,7 +23,6 @@ from torchtitan.tools.planner.predict import Plan
 from torchtitan.tools.planner.render import (
     as_data,
     as_text,
-    comparison,
     page,
     run_of,
     search_data,
@@ -126,11 +125,6 @@ def _best_plan(
             )
         output.add("search", search_data(result), search_table(result))
         plan = result.best[0].plan
-    if options.compare:
-        # the last file takes precedence
-        other_flags = [*flags, f"--job.config_file={options.compare[-1]}"]
-        other = make_plan(other_flags, world, hardware)
-        output.add("compared", as_data(other, options.tokens), comparison(plan, other))
     return plan
 
 

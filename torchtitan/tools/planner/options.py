@@ -17,12 +17,6 @@ def options_of(description: str | None) -> argparse.ArgumentParser:
         action="store_true",
         help="find the best layouts of this model and batch, and plan the first",
     )
-    parser.add_argument(
-        "--compare",
-        nargs="+",
-        metavar="TOML",
-        help="compare two TOML files, or CONFIG.toml with another, side by side",
-    )
     hardware = f"one of {', '.join(load_hardware())}, or a TOML file; required"
     for name, kind, metavar, text in (
         (
@@ -71,10 +65,8 @@ def options_of(description: str | None) -> argparse.ArgumentParser:
 def parse(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """This command's options, and the configuration's flags."""
     options, flags = parse_args(parser, argv)
-    files = len(options.compare or ()) + bool(options.config)
-    has_config = options.config or options.world or options.search or options.compare
+    has_config = options.config or options.world or options.search
     conflicts = {
-        "--compare needs two TOML files": options.compare and files != 2,
         "--days chooses the number of GPUs; drop it, or --world": options.days
         and (options.world or options.from_run),
         "--from-run takes the configuration and the number of ranks from the run; drop them and "
@@ -83,8 +75,6 @@ def parse(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Na
     for message, applies in conflicts.items():
         if applies:
             parser.error(message)
-    if options.compare and not options.config:
-        flags = [f"--job.config_file={options.compare[0]}", *flags]
     if not options.from_run and (gaps := list(_gaps(options, flags))):
         parser.error("name\n" + "\n".join(f"  {line}" for line in gaps))
     return options, flags
@@ -97,8 +87,6 @@ def _gaps(options: argparse.Namespace, flags: list[str]) -> Iterator[str]:
             f"CONFIG.toml: one of {', '.join(shipped_configs())}, a file, or a Hugging Face folder "
             "or config.json"
         )
-    if options.compare and options.world is None:
-        yield "--world N: the number of GPUs"
     if options.hardware is None:
         yield (
             f"--hardware NAME: one of {', '.join(load_hardware())}, cpu (this machine's), or a "

@@ -11,7 +11,6 @@ origin();
 memoryOfRanks();
 timeParts();
 costs();
-if (data.compared) compared();
 if (data.search) search();
 if (data.sizes) numbers();
 mesh();
@@ -100,15 +99,6 @@ function costs() {
       `${c.gain < 0 ? "" : "+"}${percent(c.gain, 1)}`, number(c.peak_gib, 1)]),
       {label: `Changes that lower ${cost.part}`, wide: true});
   }
-}
-
-function compared() {
-  const figures = [["model", d => d.model], ["layout", d => layoutOf(d.layout)], ["checkpointing", d => d.activation_checkpointing],
-    ["tokens/s per GPU", d => number(d.time.tokens_per_second_per_gpu)], ["MFU", d => d.time.mfu === null ? "-" : percent(d.time.mfu, 1)],
-    ["seconds per step", d => significant(d.time.step_s)], ["pipeline bubble", d => d.schedule ? percent(d.time.bubble, 1) : "-"],
-    ["GiB at the peak", d => number(d.memory.peak_gib, 1)], ["chance to fit", d => likely(d.memory.chance_to_fit)]];
-  table(section("Compared"), [["", "left"], ["this plan"], ["the other"]],
-    figures.map(([name, figure]) => [name, figure(data), figure(data.compared)]), {label: "This plan and the one compared with it"});
 }
 
 function search() {

@@ -196,16 +196,6 @@ def search_table(result: SearchResult) -> str:
     return "\n".join(table)
 
 
-def comparison(this: Plan, other: Plan) -> str:
-    """Two plans side by side."""
-    rows = [["", "this", "compared"], ["model", this.model, other.model]]
-    rows += [[name, figure(this), figure(other)] for name, figure in FIGURES.items()]
-    for cause in dict.fromkeys(["seconds", *this.time.by_cause, *other.time.by_cause]):
-        times = ({"seconds": plan.time.seconds, **plan.time.by_cause} for plan in (this, other))
-        rows.append([f"{cause}, s", *(f"{seconds.get(cause, 0.0):.3g}" for seconds in times)])
-    return aligned(rows)
-
-
 def _between(figures: Iterable[float], text: Callable[[float], str]) -> str:
     return " to ".join(map(text, figures))
 
