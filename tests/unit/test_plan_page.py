@@ -62,7 +62,7 @@ def test_the_page_carries_the_json_beside_it(planned):
     text = file.read_text()
     carried = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
     assert json.loads(carried[1]) == data
-    assert data["memory"]["peak_gib"] == max(r["reserved_gib"] for r in data["memory"]["ranks"])
+    assert data["peak_gib"] == max(r["reserved_gib"] for r in data["memory"]["ranks"])
     assert data["command"].startswith("torchtitan plan --model.flavor=8B --world=16")
     assert "pipeline_parallel_degree = 4" in data["toml"]
 
@@ -77,13 +77,16 @@ def test_data_ends_no_script():
 def test_ranges_are_the_bands_of_the_plan():
     plan = predict(workload("--model.flavor=8B", *ONE_ROW, world=8), SPEC, H100)
     data = as_data(plan)
-    for figure, exponent in (("tokens_per_second_per_gpu", 1), ("mfu", 1), ("step_s", -1)):
+    speed = "tokens_per_second_per_gpu"
+    figures = {speed: (data[speed], data[f"range_{speed}"], 1)}
+    for figure, exponent in (("mfu", 1), ("step_s", -1)):
+        figures[figure] = data["time"][figure], data["time"]["ranges"][figure], exponent
+    for figure, (value, between, exponent) in figures.items():
         ends = sorted(
-            (data["time"][figure] ** exponent * (1 + sign * plan.speed_band)) ** exponent
-            for sign in (-1, 1)
+            (value**exponent * (1 + sign * plan.speed_band)) ** exponent for sign in (-1, 1)
         )
-        assert list(data["time"]["ranges"][figure]) == pytest.approx(ends), figure
-    assert data["memory"]["chance_to_fit"] == plan.chance_to_fit
+        assert list(between) == pytest.approx(ends), figure
+    assert data["chance_to_fit"] == plan.chance_to_fit
 
 
 @pytest.mark.parametrize(
@@ -145,12 +148,11 @@ def test_a_browser_shows_the_figures(name, planned, tab):
     )
     shown = dict(tab.evaluate(figures))
     time = data["time"]
-    memory = data["memory"]
     run = data["run"]
-    assert shown["tokens_per_second_per_gpu"] == f"{time['tokens_per_second_per_gpu']:,.0f}"
+    assert shown["tokens_per_second_per_gpu"] == f"{data['tokens_per_second_per_gpu']:,.0f}"
     assert shown["mfu"] == f"{100 * time['mfu']:.1f} %"
     assert float(shown["step_s"]) == pytest.approx(time["step_s"], rel=0.005)
-    assert shown["peak_gib"] == f"{memory['peak_gib']:,.1f}"
+    assert shown["peak_gib"] == f"{data['peak_gib']:,.1f}"
     assert float(shown["gpu_hours"].replace(",", "")) == pytest.approx(run["gpu_hours"], rel=0.005)
     assert (shown["command"], shown["toml"]) == (data["command"], data["toml"])
     if name == "pipeline":

@@ -38,13 +38,13 @@ function figures() {
     element(made, "span", {class: "dim"}, more);
   };
   const whole = x => number(x), tenth = x => number(x, x < 10 ? 2 : 1);
-  card("tokens_per_second_per_gpu", whole(time.tokens_per_second_per_gpu), "tokens/s per GPU", range(ranges.tokens_per_second_per_gpu, whole));
+  card("tokens_per_second_per_gpu", whole(data.tokens_per_second_per_gpu), "tokens/s per GPU", range(data.range_tokens_per_second_per_gpu, whole));
   card("mfu", time.mfu === null ? "-" : percent(time.mfu, 1), "MFU", time.mfu === null ? "only of bf16" : range(ranges.mfu, x => percent(x, 1)));
   card("step_s", significant(time.step_s), "seconds per step", range(ranges.step_s, significant));
   if (data.schedule) card("bubble", percent(time.bubble, 1), "pipeline bubble", "of the step");
-  card("peak_gib", tenth(memory.peak_gib), "GiB at the peak", range(memory.range_gib, tenth));
-  card("chance_to_fit", `${memory.fits ? "✓" : "✗"} ${likely(memory.chance_to_fit)}`, "chance to fit",
-    `in ${tenth(memory.usable_gib)} GiB of a GPU`, memory.fits ? "good" : "bad");
+  card("peak_gib", tenth(data.peak_gib), "GiB at the peak", range(memory.range_gib, tenth));
+  card("chance_to_fit", `${data.fits ? "✓" : "✗"} ${likely(data.chance_to_fit)}`, "chance to fit",
+    `in ${tenth(memory.usable_gib)} GiB of a GPU`, data.fits ? "good" : "bad");
   card("gpu_hours", significant(run.gpu_hours), "GPU-hours", range(run.range_gpu_hours, significant));
   card("hours", duration(run.hours), `for ${large(run.tokens, "tokens")}, ${plural(Math.round(run.steps), "step")}`, range(run.range_hours, duration));
   element(main, "p", {class: "dim"}, "9 of 10 such runs are within the ranges: " +

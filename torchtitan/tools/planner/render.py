@@ -273,11 +273,8 @@ def as_data(plan: Plan, tokens: float | None = None) -> dict[str, Any]:
 
 def _memory_data(plan: Plan) -> dict[str, Any]:
     return {
-        "fits": plan.fits,
         "limit_gib": plan.hardware.memory_gib,
         "usable_gib": plan.hardware.usable_gib,
-        "peak_gib": plan.peak_gib,
-        "chance_to_fit": plan.chance_to_fit,
         "band": plan.memory_band,
         "range_gib": plan.peak_range,
         "host_gib": plan.host_gib,
@@ -296,13 +293,11 @@ def _time_data(plan: Plan) -> dict[str, Any]:
     step = plan.time.seconds
     return {
         "step_s": step,
-        "tokens_per_second_per_gpu": plan.tokens_per_second,
         "mfu": plan.mfu,
         "bubble": plan.time.bubble,
         "band": plan.speed_band,
         "ranges": {
             "step_s": plan.time_range(step),
-            "tokens_per_second_per_gpu": plan.speed_range,
             "mfu": plan.mfu and ends(plan.mfu, plan.speed_band),
         },
         "parts_s": plan.time.by_cause,
