@@ -68,7 +68,7 @@ METRICS_TAIL_BYTES = 2**18
 RUNS_FILE_BYTES = 2**20
 """A file for `submit --runs`."""
 SAMPLES_READ_BYTES = 16 * 2**20
-"""Size to read of one samples.jsonl or evals.jsonl."""
+"""Size of the end of a run's samples.jsonl or evals.jsonl to read."""
 
 # utils
 

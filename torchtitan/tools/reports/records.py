@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torchtitan.utils.files import open_regular
 from torchtitan.utils.limits import METRICS_LINE_BYTES, METRICS_TAIL_BYTES
@@ -82,13 +82,8 @@ def tail_lines(path: Path, most: int) -> list[bytes]:
         OSError: the file can't be read, or isn't a regular file.
     """
     with open_regular(path, links=True) as file:
-        return whole_lines(file, max(file.seek(0, os.SEEK_END) - most, 0), most)
-
-
-def whole_lines(file: IO[bytes], begin: int, length: int) -> list[bytes]:
-    """The lines that begin and end within a range of a file's bytes."""
-    file.seek(begin)
-    return file.read(length).split(b"\n")[1 if begin else 0 : -1]
+        begin = file.seek(max(file.seek(0, os.SEEK_END) - most, 0))
+        return file.read(most).split(b"\n")[1 if begin else 0 : -1]
 
 
 def json_object(text: bytes) -> dict[str, Any]:

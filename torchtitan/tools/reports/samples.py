@@ -1,21 +1,17 @@
 """Texts that a model generated during training, from `samples.jsonl`, by prompt."""
 
 import math
-import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from torchtitan.tools.reports.folder import SAMPLES
-from torchtitan.tools.reports.records import json_object, whole, whole_lines
+from torchtitan.tools.reports.records import json_object, tail_lines, whole
 from torchtitan.tools.reports.scores import Curve, add_point
-from torchtitan.utils.files import open_regular
 from torchtitan.utils.limits import SAMPLES_READ_BYTES
 from torchtitan.utils.wording import cut
 
-_CHUNKS = 64
-"""Number of evenly spaced chunks that are read of a file that is too large."""
 _PROMPTS = 100
 """Maximum number of prompts shown."""
 _TEXT = 4000
@@ -27,7 +23,7 @@ _CHARACTERS = 1_000_000
 def read_samples(run: Path) -> list[dict[str, Any]]:
     """Texts of a run by prompt, see `by_prompt`; empty without samples."""
     with suppress(OSError):
-        return by_prompt(_lines(run / SAMPLES))
+        return by_prompt(tail_lines(run / SAMPLES, SAMPLES_READ_BYTES))
     return []
 
 
@@ -63,15 +59,3 @@ def _columns(texts: dict[int, dict[str, str]], every: int) -> Curve:
     for step in sorted(texts)[::-every][::-1]:
         add_point(curve, step=step, **texts[step])
     return curve
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    """Whole lines of a file, or of chunks of a large file."""
-    with open_regular(path, links=True) as file:
-        size = file.seek(0, os.SEEK_END)
-        if size <= SAMPLES_READ_BYTES:
-            yield from whole_lines(file, 0, size)
-            return
-        length = SAMPLES_READ_BYTES // _CHUNKS
-        for i in range(_CHUNKS):
-            yield from whole_lines(file, i * (size - length) // (_CHUNKS - 1), length)
