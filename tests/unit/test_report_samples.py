@@ -12,7 +12,7 @@ from torchtitan.telemetry.scores import record_scores, run_of
 from torchtitan.telemetry.trackers.jsonl import JsonlSink
 from torchtitan.tools.reports import samples as samples_module
 from torchtitan.tools.reports.collect import collect
-from torchtitan.tools.reports.samples import by_prompt, read_samples
+from torchtitan.tools.reports.samples import read_samples
 from torchtitan.tools.reports.scores import read_scores
 
 
@@ -41,18 +41,21 @@ def test_texts_by_prompt_in_the_order_of_the_steps(tmp_path):
         b"\xff",
     ],
 )
-def test_lines_that_are_no_samples(line):
-    (found,) = by_prompt([line, b'{"step": 2, "prompt": "a", "text": 3, "end": null}'])
+def test_lines_that_are_no_samples(tmp_path, line):
+    sample = b'{"step": 2, "prompt": "a", "text": 3, "end": null}'
+    (tmp_path / "samples.jsonl").write_bytes(b"%s\n%s\n" % (line, sample))
+    (found,) = read_samples(tmp_path)
     assert found == {"prompt": "a", "step": [2], "text": ["3"], "end": ["None"]}
 
 
-def test_many_long_texts_are_thinned_to_a_budget():
+def test_many_long_texts_are_thinned_to_a_budget(tmp_path):
     lines = [
-        json.dumps({"step": step, "prompt": prompt, "text": "x" * 10_000, "end": "eos"}).encode()
+        json.dumps({"step": step, "prompt": prompt, "text": "x" * 5_000, "end": "eos"}) + "\n"
         for step in range(1, 1001)
         for prompt in ("a", "b")
     ]
-    found = by_prompt(lines)
+    (tmp_path / "samples.jsonl").write_text("".join(lines))
+    found = read_samples(tmp_path)
     assert sum(len(text) for one in found for text in one["text"]) <= 1_010_000
     for one in found:
         assert one["step"] == list(range(8, 1001, 8))  # 1,000 x 2 x 4,000 characters in a million

@@ -14,7 +14,7 @@ from typing import Any
 import tomli
 
 from torchtitan.telemetry.run_record import KINDS
-from torchtitan.tools.reports.records import json_object, number, tail_lines, whole
+from torchtitan.tools.reports.records import json_object, number, tail_lines, tail_objects, whole
 from torchtitan.utils.files import read_regular, text_of
 from torchtitan.utils.limits import EVENTS_TAIL_BYTES, LOG_TAIL_BYTES, RUN_FILE_BYTES
 from torchtitan.utils.lock import EXPIRY_SECONDS, NAME, current_holder, read_holder
@@ -204,7 +204,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
             "step": whole(event.get("step")),
             "message": cut(str(event.get("message", "")), _MESSAGE),
         }
-        for event in _json_objects(path / EVENTS)
+        for event in tail_objects(path / EVENTS, EVENTS_TAIL_BYTES)[-_EVENTS:]
     ]
     return sorted((event for event in rows if event["time"] is not None), key=itemgetter("time"))
 
@@ -215,14 +215,6 @@ def read_log(path: Path) -> list[str]:
         with suppress(OSError):
             lines = tail_lines(file, LOG_TAIL_BYTES)[-_LOG_LINES:]
             return [cut(line.decode(errors="replace"), _MESSAGE) for line in lines]
-    return []
-
-
-def _json_objects(path: Path) -> list[dict[str, Any]]:
-    """The last objects of a file of JSON lines, at most `_EVENTS`."""
-    with suppress(OSError):
-        lines = tail_lines(path, EVENTS_TAIL_BYTES)[-_EVENTS:]
-        return list(filter(None, map(json_object, lines)))
     return []
 
 

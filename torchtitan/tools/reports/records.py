@@ -86,6 +86,13 @@ def tail_lines(path: Path, most: int) -> list[bytes]:
         return file.read(most).split(b"\n")[1 if begin else 0 : -1]
 
 
+def tail_objects(path: Path, most: int) -> list[dict[str, Any]]:
+    """The objects in the last `most` bytes of a file of JSON lines; none if it can't be read."""
+    with suppress(OSError):
+        return list(filter(None, map(json_object, tail_lines(path, most))))
+    return []
+
+
 def json_object(text: bytes) -> dict[str, Any]:
     """The object that JSON text holds; an empty one if it holds none."""
     with suppress(ValueError, RecursionError):

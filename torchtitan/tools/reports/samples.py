@@ -1,13 +1,11 @@
 """Texts that a model generated during training, from `samples.jsonl`, by prompt."""
 
 import math
-from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from torchtitan.tools.reports.folder import SAMPLES
-from torchtitan.tools.reports.records import json_object, tail_lines, whole
+from torchtitan.tools.reports.records import tail_objects, whole
 from torchtitan.tools.reports.scores import Curve, add_point
 from torchtitan.utils.limits import SAMPLES_READ_BYTES
 from torchtitan.utils.wording import cut
@@ -21,21 +19,9 @@ _CHARACTERS = 1_000_000
 
 
 def read_samples(run: Path) -> list[dict[str, Any]]:
-    """Texts of a run by prompt, see `by_prompt`; empty without samples."""
-    with suppress(OSError):
-        return by_prompt(tail_lines(run / SAMPLES, SAMPLES_READ_BYTES))
-    return []
-
-
-def by_prompt(lines: Iterable[bytes]) -> list[dict[str, Any]]:
-    """Columns `step`, `text` and `end` of each prompt, in the order of the steps.
-
-    Args:
-        lines: whole lines of the file. Lines that aren't samples are skipped.
-    """
+    """Columns `step`, `text` and `end` of each prompt of a run, in the order of the steps."""
     texts_by_prompt: dict[str, dict[int, dict[str, str]]] = {}
-    for line in lines:
-        content = json_object(line)
+    for content in tail_objects(run / SAMPLES, SAMPLES_READ_BYTES):
         step = whole(content.get("step"))
         if step is None or not isinstance(content.get("prompt"), str):
             continue

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.telemetry.scores import FILE
-from torchtitan.tools.reports.records import json_object, number, tail_lines, whole
+from torchtitan.tools.reports.records import number, tail_objects, whole
 from torchtitan.utils.limits import SAMPLES_READ_BYTES
 
 Curve = dict[str, list[Any]]
@@ -50,15 +50,13 @@ def score_curves(
 def read_scores(run: Path) -> dict[str, Curve]:
     """Scores of a run's checkpoints. Their names include the settings of the evaluation."""
     by_label: dict[str, dict[int, dict[str, float | None]]] = defaultdict(dict)
-    with suppress(OSError):
-        for line in tail_lines(run / FILE, SAMPLES_READ_BYTES):
-            content = json_object(line)
-            step = whole(content.get("step"))
-            if step is None:
-                continue
-            with suppress(TypeError, LookupError, AttributeError):
-                scores = {name: number(score) for name, score in content["scores"].items()}
-                by_label[_label(content["settings"])][step] = scores
+    for content in tail_objects(run / FILE, SAMPLES_READ_BYTES):
+        step = whole(content.get("step"))
+        if step is None:
+            continue
+        with suppress(TypeError, LookupError, AttributeError):
+            scores = {name: number(score) for name, score in content["scores"].items()}
+            by_label[_label(content["settings"])][step] = scores
     return {
         f"{name} ({label})": curve
         for label, by_step in sorted(by_label.items())
