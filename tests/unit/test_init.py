@@ -167,7 +167,7 @@ def test_data_of_a_cluster(capsys):
 
 
 def test_several_nodes_get_a_job(capsys):
-    argv = ["--hardware=gb200", "--nodes=2", "--training.global_batch_size=4", "--hours=1.51"]
+    argv = ["--hardware=gb200", "--devices=8", "--training.global_batch_size=4", "--hours=1.51"]
     assert main([DEBUG, "a", *SMALL[:-1], *argv]) == 0
     # a host of gb200 has 4 of its domain's 72
     command = ["torchtitan", "submit", "a/train.toml", "--gpus-per-node", "4", "--time", "1:31:00"]

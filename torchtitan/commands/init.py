@@ -57,9 +57,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help=f"{CPU} (this machine's), {', '.join(load_hardware())}, or a TOML file",
     )
-    number = parser.add_mutually_exclusive_group()
-    number.add_argument("--devices", metavar="N", help="number of GPUs, on all nodes together")
-    number.add_argument("--nodes", type=count, metavar="N", help="or of nodes")
+    add("--devices", metavar="N", help="number of GPUs, on all nodes together")
     add(
         "--gpus-per-node",
         type=count,
@@ -220,9 +218,6 @@ def _devices(
     Args:
         local: number of this machine's GPUs of a known kind.
     """
-    if options.nodes:
-        per_node = hardware.devices_per_host if hardware else 1
-        return options.nodes * (options.gpus_per_node or per_node)
     default = None
     if hardware:
         default = str(local or hardware.usual_devices or hardware.devices_per_host)
@@ -234,7 +229,7 @@ def _devices(
         "--devices N",
         options.devices,
         _count("--devices", most=10**6),
-        values="GPUs on all nodes together; or --nodes N",
+        values="GPUs on all nodes together",
         default=default,
     )
 

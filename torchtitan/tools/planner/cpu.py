@@ -12,16 +12,6 @@ _SECONDS = 1.0
 """Duration of each measurement."""
 
 
-def measure_cpu() -> tuple[Hardware, str]:
-    """Measure this machine's CPU within seconds; returns it and the text of its hardware file."""
-    print("Measuring this machine's CPU, for a few seconds ...", file=sys.stderr)
-    text = describe_cpu()
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "hardware.toml")
-        file.write_text(text)
-        return find_hardware(str(file)), text
-
-
 def find_or_measure(name: str) -> tuple[Hardware, str | None]:
     """The hardware for a plan: from the built-in table, a TOML file, or `cpu`: this machine's, with
     the text of its hardware file.
@@ -29,7 +19,14 @@ def find_or_measure(name: str) -> tuple[Hardware, str | None]:
     Raises:
         ConfigError: there is none.
     """
-    return measure_cpu() if name == CPU else (find_hardware(name), None)
+    if name != CPU:
+        return find_hardware(name), None
+    print("Measuring this machine's CPU, for a few seconds ...", file=sys.stderr)
+    text = describe_cpu()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "hardware.toml")
+        file.write_text(text)
+        return find_hardware(str(file)), text
 
 
 def describe_cpu() -> str:
