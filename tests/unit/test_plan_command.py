@@ -309,6 +309,7 @@ def test_options_are_strict(capsys):
         (["--world=no"], "--world"),
         (["--tokens", "much"], "--tokens: much: must be a number above 0"),
         (["--html"], "--html: expected one argument"),
+        ([f"--html={ROOT}"], f"{ROOT}: is a folder; name a file in it"),
     ):
         with pytest.raises(SystemExit):
             main(argv)

@@ -8,6 +8,7 @@ from torchtitan.config.load.command_line import parse_args
 from torchtitan.tools.planner.hardware import load_hardware
 from torchtitan.utils.argument_types import command_parser, count, number, path_or_url
 from torchtitan.utils.assets import shipped_configs
+from torchtitan.utils.wording import listed
 
 
 def options_of(description: str | None) -> argparse.ArgumentParser:
@@ -66,7 +67,10 @@ def parse(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Na
     """This command's options, and the configuration's flags."""
     options, flags = parse_args(parser, argv)
     has_config = options.config or options.world or options.search
+    files = filter(None, (options.write, options.json, options.html))
+    folders = [file for file in files if Path(file).is_dir()]
     conflicts = {
+        f"{listed(folders)}: is a folder; name a file in it": folders,
         "--days chooses the number of GPUs; drop it, or --world": options.days
         and (options.world or options.from_run),
         "--from-run takes the configuration and the number of ranks from the run; drop them and "
