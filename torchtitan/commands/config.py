@@ -4,6 +4,7 @@ none.
 
 import argparse
 import os
+from operator import attrgetter
 
 from torchtitan.config import Resolved, gradient_accumulation_steps, resolve
 from torchtitan.config.load.command_line import parse_args
@@ -24,9 +25,7 @@ def explain(resolved: Resolved) -> str:
         for key, _ in keys
     ]
     for key in (*FIELDS, *custom):
-        value: object = resolved.config
-        for field in key.split("."):
-            value = getattr(value, field)
+        value = attrgetter(key)(resolved.config)
         entries = [where for k, where in resolved.sources.items() if k.startswith(key + ".")]
         origin = ", ".join(entries) or resolved.sources.get(key, "default")
         if key in resolved.formulas:

@@ -6,6 +6,7 @@ import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date, time
+from operator import attrgetter
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -199,9 +200,7 @@ def to_toml(
     comments = comments or {}
     for name, (_, fields) in _sections().items():
         begin = len(lines)
-        section: Any = config
-        for subsection in name.split("."):
-            section = getattr(section, subsection)
+        section = attrgetter(name)(config)
         tables = []
         lines += [f"[{name}]"]
         for key, info in fields:
