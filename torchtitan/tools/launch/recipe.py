@@ -1,6 +1,7 @@
 """Turns a request into a configuration whose file states the reason for each value."""
 
 import math
+from operator import attrgetter
 from typing import Any
 
 from torchtitan.config.derive import divisors
@@ -11,7 +12,6 @@ from torchtitan.tools.launch.request import Choice, Choices, Request
 from torchtitan.tools.planner.hardware import Hardware
 from torchtitan.tools.planner.predict import Plan
 from torchtitan.tools.planner.render import run_of
-from torchtitan.tools.planner.settings import read
 from torchtitan.utils.wording import show_duration, show_tokens
 
 TOKENS_PER_PARAMETER = 20
@@ -268,7 +268,9 @@ def _layout(plan: Plan) -> Choices:
         }
     if plan.workload.world == 1:
         del keys[shard_degree]
-    return {key: Choice(read(plan.config, key), f"{text} (planned)") for key, text in keys.items()}
+    return {
+        key: Choice(attrgetter(key)(plan.config), f"{text} (planned)") for key, text in keys.items()
+    }
 
 
 # ---- as a configuration

@@ -5,17 +5,21 @@ would make it fit.
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
 
-from torchtitan.config.derive import divisors, ranks_of
+from torchtitan.config.derive import divisors, ranks_of, replace
 from torchtitan.config.sections.schema import Config
 from torchtitan.models import ModelSpec
 from torchtitan.tools.planner.layouts import SCHEDULES
 from torchtitan.tools.planner.memory import GIB, predict_memory
 from torchtitan.tools.planner.predict import Plan, derived_workload, replan
-from torchtitan.tools.planner.settings import Settings, apply_settings, read
 from torchtitan.tools.planner.workload import Workload
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.wording import show_gib
+
+Settings = dict[str, Any]
+"""Values by their keys."""
 
 COSTS = 3
 """Costs that a plan lists."""
@@ -84,7 +88,13 @@ def neighbours(w: Workload) -> Iterator[Settings]:
 
 
 def _half(key: str, config: Config) -> Settings:
-    return {key: max(1, read(config, key) // 2)}
+    return {key: max(1, attrgetter(key)(config) // 2)}
+
+
+def _with_settings(config: Config, settings: Settings) -> Config:
+    for key, value in settings.items():
+        config = replace(config, key, value)
+    return config
 
 
 def show_settings(settings: Settings) -> str:
@@ -95,7 +105,7 @@ def show_settings(settings: Settings) -> str:
 def _neighbour_configs(w: Workload) -> Iterator[tuple[Settings, Config]]:
     """The neighbours that differ, with the configuration that each makes."""
     for settings in neighbours(w):
-        config = apply_settings(w.config, settings)
+        config = _with_settings(w.config, settings)
         if config != w.config:
             yield settings, config
 
@@ -162,7 +172,7 @@ def wasteful(plan: Plan) -> Iterator[str]:
     """
     now = plan.tightest
     for settings in (_RECOMPUTE_NOTHING, _half("training.loss_chunks", now.config)):
-        after = replan(now, apply_settings(now.config, settings))
+        after = replan(now, _with_settings(now.config, settings))
         if after is None or after.peak_gib >= _SMALLER * now.peak_gib:
             continue
         gain = after.tokens_per_second / now.tokens_per_second - 1

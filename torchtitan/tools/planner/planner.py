@@ -5,6 +5,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from glob import glob
+from operator import attrgetter
 
 from torchtitan.config import Resolved, complete, load_config
 from torchtitan.config.derive import new_shapes, replace, stages_of
@@ -16,7 +17,6 @@ from torchtitan.tools.planner.hardware import Hardware
 from torchtitan.tools.planner.layouts import any_layout
 from torchtitan.tools.planner.predict import Plan, predict
 from torchtitan.tools.planner.search import SearchResult, search
-from torchtitan.tools.planner.settings import read
 from torchtitan.tools.planner.workload import Workload
 from torchtitan.train.preflight import Setup, preflight
 from torchtitan.utils.errors import ConfigError, show_warnings
@@ -187,7 +187,7 @@ def without_missing_files(config: Config) -> tuple[Config, list[str]]:
     notes = []
     defaults = Config()
     for key in _FILES:
-        path, default = read(config, key), read(defaults, key)
+        path, default = map(attrgetter(key), (config, defaults))
         if path and path != default and not glob(path, recursive=True):
             config = replace(config, key, default)
             notes.append(
@@ -201,7 +201,7 @@ def planned_toml(plan: Plan, argv: list[str]) -> str:
     """The configuration of `argv` with the plan's layout, batch and checkpointing, as TOML."""
     config = load_config(argv).config
     for key in _LAYOUT_KEYS:
-        config = replace(config, key, read(plan.config, key))
+        config = replace(config, key, attrgetter(key)(plan.config))
     return (
         f"# {plan.model} on {plan.workload.world} x "
         f"{plan.hardware.description}.\n"
