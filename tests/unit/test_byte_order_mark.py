@@ -21,8 +21,8 @@ from torchtitan.parallel.pipeline.schedules import schedule_file
 from torchtitan.telemetry.history import History
 from torchtitan.telemetry.trackers.jsonl import JsonlSink
 from torchtitan.tools.launch.slurm_script import read_runs
-from torchtitan.tools.planner.calibrate import read_run
 from torchtitan.tools.planner.hardware import load_hardware
+from torchtitan.tools.planner.measurements import read_run
 from torchtitan.tools.reports.folder import read_folder
 from torchtitan.utils.files import BOM, text_of
 from torchtitan.utils.formats import read_json_object
@@ -121,7 +121,7 @@ READERS = {
     "export": (write_chat, exported),
     "tiktoken": (write_ranks, ids),
     "run": (write_finished, run),
-    "run to calibrate by": (write_finished, measured),
+    "run beside a plan": (write_finished, measured),
 }
 
 

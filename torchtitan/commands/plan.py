@@ -15,7 +15,7 @@ from typing import Any
 
 from torchtitan.config.load.command_line import flag_text
 from torchtitan.tools.launch.model_choice import ModelChoice, hugging_face_model
-from torchtitan.tools.planner import calibrate
+from torchtitan.tools.planner import measurements
 from torchtitan.tools.planner.cpu import find_or_measure
 from torchtitan.tools.planner.options import options_of, parse
 from torchtitan.tools.planner.planner import find_layouts, make_plan, nothing_fits, planned_toml
@@ -58,13 +58,12 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     options, flags = parse(parser(), argv or ["--help"])
     output = Output()
-    files: dict[str, str] = {}
     if options.from_run:
-        run = calibrate.read_run(options.from_run)
-        hardware, _ = find_or_measure(options.hardware or calibrate.hardware_of(run))
-        flags = [calibrate.config_flag(run), *flags]
+        run = measurements.read_run(options.from_run)
+        hardware, _ = find_or_measure(options.hardware or measurements.hardware_of(run))
+        flags = [measurements.config_flag(run), *flags]
         plan = make_plan(flags, run.world, hardware)
-        output.add("measured", *calibrate.comparison(run, plan))
+        output.add("measured", *measurements.comparison(run, plan))
     else:
         model = None
         if options.config and is_hugging_face(Path(options.config)):
@@ -80,6 +79,7 @@ def main(argv: list[str]) -> int:
     data["date"] = datetime.now(UTC).isoformat(timespec="minutes")
     data["toml"] = toml
     as_json = json.dumps(data, indent=1) + "\n"
+    files: dict[str, str] = {}
     if options.write:
         files[options.write] = toml
     if options.html:
