@@ -262,6 +262,13 @@ def replace(section: SectionT, key: str, value: Any) -> SectionT:
     return section.model_copy(update={name: value})
 
 
+def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
+    """`config` with values by their dotted keys."""
+    for key, value in settings.items():
+        config = replace(config, key, value)
+    return config
+
+
 def data_parallel_degree(config: Config) -> int:
     """Number of ranks that read different rows. The shard degree must be derived already."""
     p = config.parallelism

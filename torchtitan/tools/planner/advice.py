@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from torchtitan.config.derive import divisors, ranks_of, replace
+from torchtitan.config.derive import divisors, ranks_of, with_settings
 from torchtitan.config.sections.schema import Config
 from torchtitan.models import ModelSpec
 from torchtitan.tools.planner.layouts import SCHEDULES
@@ -91,12 +91,6 @@ def _half(key: str, config: Config) -> Settings:
     return {key: max(1, attrgetter(key)(config) // 2)}
 
 
-def _with_settings(config: Config, settings: Settings) -> Config:
-    for key, value in settings.items():
-        config = replace(config, key, value)
-    return config
-
-
 def show_settings(settings: Settings) -> str:
     """Settings as they are written in TOML."""
     return ", ".join(f"{key} = {json.dumps(value)}" for key, value in settings.items())
@@ -105,7 +99,7 @@ def show_settings(settings: Settings) -> str:
 def _neighbour_configs(w: Workload) -> Iterator[tuple[Settings, Config]]:
     """The neighbours that differ, with the configuration that each makes."""
     for settings in neighbours(w):
-        config = _with_settings(w.config, settings)
+        config = with_settings(w.config, settings)
         if config != w.config:
             yield settings, config
 
@@ -172,7 +166,7 @@ def wasteful(plan: Plan) -> Iterator[str]:
     """
     now = plan.tightest
     for settings in (_RECOMPUTE_NOTHING, _half("training.loss_chunks", now.config)):
-        after = replan(now, _with_settings(now.config, settings))
+        after = replan(now, with_settings(now.config, settings))
         if after is None or after.peak_gib >= _SMALLER * now.peak_gib:
             continue
         gain = after.tokens_per_second / now.tokens_per_second - 1

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from torchtitan.config.derive import axis_degrees, gradient_accumulation_steps, replace
+from torchtitan.config.derive import axis_degrees, gradient_accumulation_steps, with_settings
 from torchtitan.config.sections.schema import Config
 from torchtitan.utils.storage import is_url
 
@@ -26,7 +26,7 @@ def rehearsal_config(config: Config, world: int, folder: str) -> Config:
     degrees = axis_degrees(config.parallelism)
     rows = training.local_batch_size * degrees["dp_replicate"] * degrees["dp_shard"]
     steps = config.validation.steps
-    changes: dict[str, Any] = {
+    changes = {
         "job.dump_folder": folder,
         "model.converters": [],
         "model.delta_rule": "torch",
@@ -58,9 +58,7 @@ def rehearsal_config(config: Config, world: int, folder: str) -> Config:
         "eval.enable": False,
         "sampling.prompts": [],
     }
-    for key, value in changes.items():
-        config = replace(config, key, value)
-    return config
+    return with_settings(config, changes)
 
 
 def last_step(config: Config) -> int:
