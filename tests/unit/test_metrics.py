@@ -132,7 +132,7 @@ LOADS = torch.tensor([[0.0, 0, 0, 0, 0], [8, 0, 4, 4, 0.25], [6, 6, 2, 2, 0.5]])
 
 
 def test_what_is_said_of_experts(one_rank, tmp_path):
-    metrics = make(tmp_path, experts=True, enable_tensorboard=True)
+    metrics = make(tmp_path, experts=True)
     with phase("steps", "training", 2):
         metrics.count(2, 350)
         record = metrics.log(2, VALUES, experts=LOADS)
@@ -155,11 +155,6 @@ def test_what_is_said_of_experts(one_rank, tmp_path):
         "rows": {"1": [8, 0, 4, 4], "2": [6, 6, 2, 2]},
         "branch": None,
     }
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    events = accumulator.EventAccumulator(str(tmp_path / "tb")).Reload()
-    assert events.Tags()["histograms"] == ["expert_load/layer 1", "expert_load/layer 2"]
-    (histogram,) = events.Histograms("expert_load/layer 1")
-    assert (histogram.histogram_value.max, sum(histogram.histogram_value.bucket)) == (2.0, 4)
 
 
 def test_a_dead_expert_is_named_once(monkeypatch):

@@ -168,11 +168,6 @@ class MetricsReporter:
             if text is not None:
                 logger.warning(f"step {step}: {text}")
         self._write("expert_load", {"step": step, "steps": self.steps, "rows": loads.rows})
-        histograms = {}
-        for layer, rows in loads.rows.items():
-            total = sum(rows)
-            histograms[f"expert_load/layer {layer}"] = [n * len(rows) / total for n in rows]
-        self.trackers.call("log_histograms", step, histograms)
         return loads.summary() | {"dead_experts": dead}
 
     def continue_after(self, step: int) -> None:

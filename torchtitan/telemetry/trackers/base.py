@@ -18,7 +18,6 @@ class Sink(Protocol):
     - `rewind(step)`: the records after `step` are void. Called before the first record of a start
       that trains, and when the run goes back to a checkpoint.
     - `log_samples(step, samples)`: texts of the model, each with `prompt` and `text`.
-    - `log_histograms(step, values)`: the values of each name.
     - `event(event)`: an event of the run, as in `events.jsonl`.
     - `ended(reason)`: the end of this start, as in `run.json`; called before `close`.
     """

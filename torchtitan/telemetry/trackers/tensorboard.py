@@ -5,8 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from torchtitan.telemetry.trackers.base import Record, scalars
 
 
@@ -15,12 +13,11 @@ class TensorBoardSink:
 
     def __init__(self, folder: Path):
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
+        from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._event = Event
         self._summary = Summary
-        self._distribution = HistogramProto
         self._session = SessionLog
         self._folder = folder
         self._open: Callable[[], Any] = lambda: EventFileWriter(str(folder))
@@ -37,17 +34,6 @@ class TensorBoardSink:
             for name, value in scalars(record).items()
         ]
         self._add(record["step"], record["time"], values)
-
-    def log_histograms(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
-        """Record the distribution of the values of each tag."""
-        self._add(
-            step,
-            time.time(),
-            [
-                self._summary.Value(tag=tag, histo=self._histogram(np.array(of_tag)))
-                for tag, of_tag in values.items()
-            ],
-        )
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, str]]) -> None:
         """Show texts of the model in the tab of texts."""
@@ -66,18 +52,6 @@ class TensorBoardSink:
                 )
             )
         self._add(step, time.time(), values)
-
-    def _histogram(self, values: Any) -> Any:
-        counts, edges = np.histogram(values, bins=30)
-        return self._distribution(
-            min=values.min(),
-            max=values.max(),
-            num=len(values),
-            sum=values.sum(),
-            sum_squares=(values**2).sum(),
-            bucket_limit=edges[1:].tolist(),
-            bucket=counts.tolist(),
-        )
 
     def _add(self, step: int, at: float, values: list[Any]) -> None:
         if not self._folder.exists():  # deleted
