@@ -213,10 +213,7 @@ def test_files_of_other_formats_are_counted_and_named(tmp_path, caplog, monkeypa
         (tmp_path / name).write_text("text")
     ignored = Ignored()
     assert find_text_files(str(tmp_path), "key", ignored) == [tmp_path / "a.jsonl"]
-    report = ignored.as_data()
-    assert report["files"] == 4
-    assert report["endings"] == {".gz": 2, ".md": 1, "without an ending": 1}
-    assert str(tmp_path / "copyright") in report["first"]
+    assert len(ignored.files) == 4
     (record,) = caplog.records
     assert record.levelname == "WARNING", "of unknown format are more than are read"
     assert record.getMessage().startswith(

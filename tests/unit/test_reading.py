@@ -294,7 +294,8 @@ def test_tokenize_anything(corpus, tmp_path, capsys, workers, monkeypatch):
     assert token_file_ids(tmp_path) == expected
     assert not (tmp_path / "cache").exists()
     report = json.loads((tmp_path / "tokens-report.json").read_text())
-    assert (report.pop("input_files"), report.pop("ignored")["files"]) == (9, 5)
+    assert report.pop("input_files") == 9
+    assert report.pop("ignored").startswith("ignoring 5 files without documents (")
     size = sum(len(text.encode()) for text in texts)
     assert report == {
         "documents": len(texts),

@@ -156,7 +156,7 @@ def _report(output: Output, file_count: int, corpus: Corpus) -> dict[str, Any]:
         "first_skipped": [location for meta in metas for location in meta["places"]][:100],
         "files": file_count,
         "input_files": len(corpus.stamps),
-        "ignored": corpus.ignored.as_data(),
+        "ignored": corpus.ignored.in_words().removeprefix("; "),
     }
     if output.best_fit:
         report["packing"] = vars(packing)

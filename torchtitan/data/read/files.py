@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from torchtitan.data.read.matching import (
     TooManyFilesError,
@@ -70,8 +70,6 @@ _FOREIGN = {
 """Names of files of formats that can't be read."""
 _MAX_NAMES = 6
 """Maximum number of files and folders that a message names."""
-_MAX_REPORT_FILES = 20
-"""Maximum number of ignored files that a report names."""
 _ENDINGS = 8
 """Maximum number of endings by which ignored files are counted."""
 _DESCRIPTIONS = {"dataset_infos.json", "dataset_info.json", "croissant.json"}
@@ -104,15 +102,6 @@ class Ignored:
         if self.outputs:
             text += f"; leaving out {outputs_in_words(self.outputs)}"
         return text
-
-    def as_data(self) -> dict[str, Any]:
-        """For reports: the number of files, also by ending, and the first ones."""
-        return {
-            "files": len(self.files),
-            "endings": self._endings(),
-            "first": [printable(str(file)) for file in self.files[:_MAX_REPORT_FILES]],
-            "written": {printable(str(path)): kind for path, kind in self.outputs.items()},
-        }
 
     def _endings(self) -> dict[str, int]:
         counts = Counter(
