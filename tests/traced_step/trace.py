@@ -33,7 +33,7 @@ from torchtitan.models.attention.backend import attention_backend
 from torchtitan.models.decoder.model import MoEBlock
 from torchtitan.optim.ema import WeightAverage
 from torchtitan.optim.optimizer import build_optimizer
-from torchtitan.parallel.fsdp import accumulation
+from torchtitan.parallel.fsdp import expect_backward
 from torchtitan.parallel.mesh import Mesh, build_mesh
 from torchtitan.parallel.parallelize import parallelize
 from torchtitan.parallel.precision.dense import quantize
@@ -211,7 +211,7 @@ def _record(
         compute = build_compute(
             eager, setup, mesh, device, models=models, section=t, loss=LOSSES[fused]
         )
-        compute.accumulation = accumulation(config)
+        compute.expect_backward = partial(expect_backward, config=config)
         optimizer = build_optimizer(models, eager.optimizer, eager.custom, setup.width_ratio)
         average = WeightAverage(models, eager.ema) if eager.ema.enable else None
         engine = Engine(

@@ -6,7 +6,6 @@ rank asks for none of them, FSDP manages no weight.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -193,31 +192,16 @@ def _expert_placement(weight: nn.Parameter, shards: int) -> Shard:
     return Shard(expert_shard_dim(experts, shards))
 
 
-@dataclass(frozen=True)
-class Accumulation:
-    """Accumulation of gradients over a step's batches."""
+def expect_backward(model: FSDPModule, config: Config, *, last: bool) -> None:
+    """Prepare `model` for its next backward: choose the accumulation of a step's gradients that
+    needs the least device memory, and then the least communication.
 
-    whole: bool
-    """Accumulate whole gradients, and reduce them after the last batch. Otherwise reduce the
-    gradients of each batch, and accumulate their shards.
+    Args:
+        last: it is the last backward of its step.
     """
-    replicas_apart: bool
-    """Accumulate shards per replica, and all-reduce them over replicas after the last batch."""
-
-    def expect(self, model: FSDPModule, *, last: bool) -> None:
-        """Prepare `model` for its next backward.
-
-        Args:
-            last: it is the last backward of its step.
-        """
-        if self.whole:
-            model.set_requires_gradient_sync(last)
-            model.set_is_last_backward(last)
-        else:
-            # Every backward ends like the last, which frees the buffers of its reductions.
-            model.set_requires_all_reduce(last or not self.replicas_apart)
-
-
-def accumulation(config: Config) -> Accumulation:
-    """The accumulation that needs the least device memory, and then the least communication."""
-    return Accumulation(sums_whole_gradients(config), sums_on_replicas(config))
+    if sums_whole_gradients(config):
+        model.set_requires_gradient_sync(last)
+        model.set_is_last_backward(last)
+    else:
+        # Every backward ends like the last, which frees the buffers of its reductions.
+        model.set_requires_all_reduce(last or not sums_on_replicas(config))

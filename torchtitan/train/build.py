@@ -5,6 +5,7 @@ import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -19,6 +20,8 @@ from torchtitan.config.sections.training import Training, Validation
 from torchtitan.data.encode.tokenizer import Tokenizer
 from torchtitan.data.loader import StepLoader, build_loader
 from torchtitan.data.spec import data_spec
+from torchtitan.models.attention.backend import document_mask
+from torchtitan.models.attention.interface import reads_documents, windows_of
 from torchtitan.optim.ema import WeightAverage
 from torchtitan.optim.expert_balance import ExpertBalance
 from torchtitan.optim.loss import RowLoss, SourceTally, build_loss
@@ -28,7 +31,7 @@ from torchtitan.optim.qk_clip import QKClip
 from torchtitan.parallel.compile import compiled_loss
 from torchtitan.parallel.context.attention import build_row_layout
 from torchtitan.parallel.context.layout import attending_positions, local_positions
-from torchtitan.parallel.fsdp import accumulation
+from torchtitan.parallel.fsdp import expect_backward
 from torchtitan.parallel.groups import init_distributed
 from torchtitan.parallel.mesh import Mesh, build_mesh
 from torchtitan.parallel.parallelize import parallelize
@@ -300,10 +303,17 @@ def build_compute(
     balanced = bool(p.context_parallel_load_balancer)
     cp = mesh.size("cp"), mesh.rank("cp")
     positions = local_positions(section.seq_len, *cp, balanced).to(device)
-    attending = attending_positions(positions, p)
     mtp_modules = setup.n_mtp if trains else 0
     model_loss = _build_model_loss(config, mesh, device, loss, mtp_modules=mtp_modules)
     dtype = getattr(torch, training.mixed_precision_param)
+    mask_of = partial(
+        document_mask,
+        positions=positions,
+        dtype=dtype,
+        attending=attending_positions(positions, p),
+        with_documents=any(map(reads_documents, models)),
+        windows=windows_of(models),
+    )
     pipeline = None
     if setup.stages is not None:
         pp_group = mesh.group("pp")
@@ -319,18 +329,17 @@ def build_compute(
             mtp_modules=mtp_modules,
         )
         pipeline = Pipeline(
-            models, setup.stages, shapes, positions, attending=attending, group=pp_group
+            models, setup.stages, shapes, positions, mask_of=mask_of, group=pp_group
         )
     return Compute(
         models,
         positions,
         pipeline,
         model_loss,
-        accumulation=accumulation(config),
+        expect_backward=partial(expect_backward, config=config),
         batch_size=section.local_batch_size,
-        attending=attending,
         document_end=setup.tokenizer.eos_id if training.document_mask else None,
-        dtype=dtype,
+        mask_of=mask_of,
         pin=section.dataloader.pin_memory and device.type != "cpu",
         weighs_tokens=setup.n_experts > 0,
         tally=tally,

@@ -10,10 +10,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan.data.order.rows import IGNORE_INDEX
-from torchtitan.models.attention.backend import document_mask
-from torchtitan.models.attention.interface import reads_documents, windows_of
+from torchtitan.models.attention.interface import Mask
 from torchtitan.optim.loss import RowLoss, SourceTally, chunked_loss
-from torchtitan.parallel.fsdp import Accumulation
 from torchtitan.parallel.pipeline.pipeline import Pipeline
 from torchtitan.parallel.tensor.styles import loss_context
 from torchtitan.train.mtp_loss import MTPLoss, stack_next_tokens
@@ -128,15 +126,14 @@ class Compute:
     """`[seq]`, the positions of this rank's tokens in their row, on the compute device."""
     pipeline: Pipeline | None
     loss: ModelLoss
-    accumulation: Accumulation
+    expect_backward: Callable[..., None]
+    """The function of this name for the run's configuration."""
     batch_size: int
     """Number of rows of a forward and backward."""
-    attending: Tensor
-    """`[queries]`, the positions whose attention this rank computes."""
     document_end: int | None
     """The token that ends a document, if attention stays within documents."""
-    dtype: torch.dtype
-    """Dtype of the activations."""
+    mask_of: Callable[[Tensor], Mask]
+    """Makes the mask of `LocalBatch.documents`."""
     pin: bool = False
     """Whether to put batches into page-locked memory."""
     weighs_tokens: bool = False
@@ -213,11 +210,11 @@ class Compute:
         weights = (rows.labels != IGNORE_INDEX) / totals if self.weighs_tokens else None
         with self.loss.context():
             if self.pipeline is not None:
-                return self.pipeline.forward_backward(
-                    rows.tokens, rows.labels, rows.documents, local_loss, weights
+                return self.pipeline.run(
+                    rows.tokens, rows.labels, rows.documents, local_loss, weights, backward=True
                 )
             (model,) = self.models
-            self.accumulation.expect(model, last=last)
+            self.expect_backward(model, last=last)
             value = local_loss(self._run(model, rows, weights), rows.labels)
             value.backward()
             return value.detach()
@@ -227,8 +224,8 @@ class Compute:
         """The summed loss of one batch on this rank, without gradients."""
         with self.loss.context():
             if self.pipeline is not None:
-                return self.pipeline.forward(
-                    rows.tokens, rows.labels, rows.documents, self._loss_sum
+                return self.pipeline.run(
+                    rows.tokens, rows.labels, rows.documents, self._loss_sum, backward=False
                 )
             (model,) = self.models
             return self._loss_sum(self._run(model, rows), rows.labels)
@@ -236,18 +233,7 @@ class Compute:
     def _run(
         self, model: FSDPModule, rows: LocalBatch, token_weights: Tensor | None = None
     ) -> Tensor:
-        mask = (
-            None
-            if rows.documents is None
-            else document_mask(
-                rows.documents,
-                self.positions,
-                self.dtype,
-                attending=self.attending,
-                with_documents=reads_documents(model),
-                windows=windows_of([model]),
-            )
-        )
+        mask = None if rows.documents is None else self.mask_of(rows.documents)
         options = {} if token_weights is None else {"token_weights": token_weights}
         return model(rows.tokens, self.positions, mask, project=self.loss.project, **options)
 

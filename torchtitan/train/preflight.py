@@ -160,13 +160,8 @@ def args_of_stages(config: Config, spec: ModelSpec) -> list[Any]:
     """
     longest = longest_row(config, len(config.training.stages))
     stage_args: list[Any] = []
-    before = None
     for index, stage_config in enumerate(stages_of(config)):
         overrides = stage_config.model.overrides
-        if overrides == before:
-            stage_args.append(stage_args[-1])
-            continue
-        before = overrides
         try:
             stage_args.append(spec.args(config.model.flavor, overrides, max_seq_len=longest))
         except ConfigError as error:

@@ -23,8 +23,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from torchtitan.config.pipeline_schedules import SCHEDULES
-from torchtitan.models.attention.backend import document_mask
-from torchtitan.models.attention.interface import Mask, reads_documents, windows_of
+from torchtitan.models.attention.interface import Mask
 from torchtitan.models.protocols import Model
 from torchtitan.parallel.pipeline.split import PipelinePlan
 from torchtitan.parallel.pipeline.stage import Masks, Sends, Stage, send_through
@@ -120,70 +119,58 @@ class Pipeline:
         stages: PipelinePlan,
         shapes: StageShapes,
         positions: Tensor,
-        attending: Tensor,
+        mask_of: Callable[[Tensor], Mask],
         group: dist.ProcessGroup,
     ):
         """
         Args:
             models: this rank's stages, in order.
             positions: `[seq]`, positions of this rank's tokens in their row, on the compute device.
-            attending: `[queries]`, positions whose attention this rank computes.
+            mask_of: makes the mask of a microbatch's documents.
         """
         self.models = models
         self.stages = stages
         self.shapes = shapes
         self.positions = positions
-        self.attending = attending
+        self.mask_of = mask_of
         self.group = group
         self.microbatches = shapes.rows // stages.microbatch_size
         self.local_stages = stages.stages_of(group.rank())
         self._sends = Sends()
 
-    def forward_backward(
+    def run(
         self,
         tokens: Tensor,
         labels: Tensor,
         documents: Tensor | None,
         loss: Loss,
         token_weights: Tensor | None = None,
+        *,
+        backward: bool,
     ) -> Tensor:
-        """Add the gradients of one batch to the parameters'.
+        """Run the microbatches of one batch.
+
+        This is torch's `schedule.step`, except that microbatches are split here, so a microbatch's
+        target can be more than a tensor: the loss function, the labels, and the index of their
+        first row in the batch.
 
         Args:
             tokens, labels: `[batch, seq]`, or `[batch, seq, 1 + mtp_modules]`.
             documents: `[batch, whole row]`, the document of each token, on the host; None:
                 attention sees whole rows.
             token_weights: shaped like `tokens`, for a mixture of experts.
+            backward: add the gradients to the parameters'.
 
         Returns:
             The summed loss of the microbatches, a scalar; 0 except on the rank of the last stage.
         """
-        return self._run(self._training, tokens, labels, documents, loss, token_weights)
-
-    @torch.no_grad()
-    def forward(
-        self, tokens: Tensor, labels: Tensor, documents: Tensor | None, loss: Loss
-    ) -> Tensor:
-        """The summed loss of one batch, as `forward_backward` returns it, without gradients."""
-        return self._run(self._forward_only, tokens, labels, documents, loss)
-
-    def _run(
-        self,
-        schedule: _PipelineScheduleRuntime,
-        tokens: Tensor,
-        labels: Tensor,
-        documents: Tensor | None,
-        loss: Loss,
-        token_weights: Tensor | None = None,
-    ) -> Tensor:
-        """Run all microbatches.
-
-        This is torch's `schedule.step`, except that microbatches are split here, so a microbatch's
-        target can be more than a tensor: the loss function, the labels, and the index of their
-        first row in the batch.
-        """
+        schedule = self._training if backward else self._forward_only
         size = self.stages.microbatch_size
-        masks = None if documents is None else self._masks(documents.split(size))
+        masks = None
+        if documents is not None:
+            rows = documents.split(size)
+            users = sum(len(model.layers) > 0 for model in self.models)
+            masks = Masks(lambda microbatch: self.mask_of(rows[microbatch]), users=users)
         weights = None if token_weights is None else token_weights.split(size)
         for stage in schedule._stages:
             stage.has_backward = schedule._has_backward
@@ -206,19 +193,6 @@ class Pipeline:
         if not losses:
             return torch.zeros((), device=self.positions.device)
         return torch.stack([x.detach() for x in losses]).sum()
-
-    def _masks(self, documents: Sequence[Tensor]) -> Masks:
-        def make(microbatch: int) -> Mask:
-            return document_mask(
-                documents[microbatch],
-                self.positions,
-                self.shapes.dtype,
-                attending=self.attending,
-                with_documents=any(map(reads_documents, self.models)),
-                windows=windows_of(self.models),
-            )
-
-        return Masks(make, users=sum(len(model.layers) > 0 for model in self.models))
 
     def _make_stages(self) -> list[Stage]:
         """Stages for one schedule, which are prepared with or without a backward."""

@@ -100,9 +100,8 @@ class Masks:
 
     def of(self, microbatch: int) -> Mask:
         """The mask for the next forward of `microbatch`."""
-        if microbatch not in self._masks:
-            self._masks[microbatch] = (self._make(microbatch), self._users)
-        mask, users = self._masks.pop(microbatch)
+        entry = self._masks.pop(microbatch, None)
+        mask, users = entry or (self._make(microbatch), self._users)
         if users > 1:
             self._masks[microbatch] = (mask, users - 1)
         return mask
@@ -207,16 +206,16 @@ def send_through(schedule: _PipelineScheduleRuntime, sends: Sends) -> None:
     """Route what the stages of `schedule` send to other ranks through `sends`."""
     stages = {stage.stage_index: stage for stage in schedule._stages}
 
-    def send_forward(action: _Action, _: object) -> None:
-        sends.start(stages[action.stage_index].get_fwd_send_ops(action.microbatch_index))
-
-    def send_backward(action: _Action, _: object) -> None:
-        sends.start(stages[action.stage_index].get_bwd_send_ops(action.microbatch_index))
+    def send(action: _Action, _: object) -> None:
+        stage = stages[action.stage_index]
+        forward = action.computation_type is _ComputationType.SEND_F
+        operations = stage.get_fwd_send_ops if forward else stage.get_bwd_send_ops
+        sends.start(operations(action.microbatch_index))
 
     # `register_custom_function` accepts only computations.
     schedule._comp_type_to_function_map |= {
-        _ComputationType.SEND_F: send_forward,
-        _ComputationType.SEND_B: send_backward,
+        _ComputationType.SEND_F: send,
+        _ComputationType.SEND_B: send,
     }
     for order in schedule.pipeline_order_with_comms.values():
         # torch 2.15 has separate actions that wait.

@@ -65,27 +65,49 @@ class _ShardedEmbedding(nn.Embedding):
         return redistribute_and_wait(partial, [SEQUENCE]).to_local()
 
 
-class _Embedding(ParallelStyle):
+class _Rows(ParallelStyle):
+    """Shards the weight of a module along its first dimension."""
+
+    def __init__(self, whole: type[nn.Module], sharded: type[nn.Module]):
+        """
+        Args:
+            whole: the module's class.
+            sharded: replaces it.
+        """
+        self.whole = whole
+        self.sharded = sharded
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert type(module) is nn.Embedding, type(module)
-        distribute(module, "weight", device_mesh, Shard(0))
-        _, offsets = compute_local_shape_and_global_offset(
-            module.weight.shape, device_mesh, [Shard(0)]
-        )
-        module.__class__ = _ShardedEmbedding
-        module.first_row = offsets[0]
+        assert type(module) is self.whole, type(module)
+        for name, weight in list(module.named_parameters()):
+            distribute(module, name, device_mesh, Shard(0))
+            _, offsets = compute_local_shape_and_global_offset(
+                weight.shape, device_mesh, [Shard(0)]
+            )
+            module.first_row = offsets[0]
+        module.__class__ = self.sharded
+        module.mesh = device_mesh
         return module
 
 
-class _GatherSequence(ParallelStyle):
+class _Inputs(ParallelStyle):
+    """Changes the inputs of a module, not its weights."""
+
+    def change(self, x: Any, *others: Any) -> tuple[Any, ...]:
+        raise NotImplementedError
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.mesh = device_mesh
+        self.rank = device_mesh.get_local_rank()
+        module.register_forward_pre_hook(lambda _, inputs: self.change(*inputs))
+        return module
+
+
+class _GatherSequence(_Inputs):
     """All-gathers the first input along the sequence, once for all linear layers in the module."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def gather(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            return gather_sequence(as_sequence_shard(inputs[0], device_mesh)), *inputs[1:]
-
-        module.register_forward_pre_hook(gather)
-        return module
+    def change(self, x: Any, *others: Any) -> tuple[Any, ...]:
+        return gather_sequence(as_sequence_shard(x, self.mesh)), *others
 
 
 class _TiedOutput(_GatherSequence):
@@ -101,19 +123,12 @@ class _TiedOutput(_GatherSequence):
         return module
 
 
-class _Router(ParallelStyle):
+class _Router(_Inputs):
     """Cuts the second input, the tokens' weights, to the rank's part of the sequence."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        size = device_mesh.size()
-        rank = device_mesh.get_local_rank()
-
-        def cut(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            x, weights = inputs
-            return x, None if weights is None else weights.chunk(size, dim=1)[rank]
-
-        module.register_forward_pre_hook(cut)
-        return module
+    def change(self, x: Any, *others: Any) -> tuple[Any, ...]:
+        (weights,) = others
+        return x, None if weights is None else weights.chunk(self.mesh.size(), dim=1)[self.rank]
 
 
 class _LocalTokenLinear(TokenLinear):
@@ -146,16 +161,11 @@ class _Gate(ParallelStyle):
         return module
 
 
-class _SharedKey(ParallelStyle):
+class _SharedKey(_Inputs):
     """Turns a gathered input into a plain tensor, which each rank's heads use."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def copy(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            assert isinstance(inputs[0], DTensor)
-            return inputs[0].to_local(grad_placements=[Partial()]), *inputs[1:]
-
-        module.register_forward_pre_hook(copy)
-        return module
+    def change(self, x: Any, *others: Any) -> tuple[Any, ...]:
+        return x.to_local(grad_placements=[Partial()]), *others
 
 
 class _WholeNorm(RMSNorm):
@@ -171,32 +181,12 @@ class _WholeNorm(RMSNorm):
         return out * self.weight.to_local() if isinstance(self.weight, DTensor) else out
 
 
-class _WholeNormStyle(ParallelStyle):
-    """Shards the weight of a norm over the features that it normalizes."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert type(module) is RMSNorm, type(module)
-        if module.weight is not None:
-            distribute(module, "weight", device_mesh, Shard(0))
-        module.__class__ = _WholeNorm
-        module.mesh = device_mesh
-        return module
-
-
 class _ShardedPerHead(PerHead):
     """A weight per head, sharded over the heads; returns this rank's as a plain tensor."""
 
     def forward(self) -> Tensor:
         assert isinstance(self.weight, DTensor)
         return self.weight.to_local()
-
-
-class _PerHead(ParallelStyle):
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert type(module) is PerHead, type(module)
-        distribute(module, "weight", device_mesh, Shard(0))
-        module.__class__ = _ShardedPerHead
-        return module
 
 
 class _Whole(ParallelStyle):
@@ -215,10 +205,10 @@ def _parallel_style(
     if style is Style.OUTPUT and not isinstance(module, nn.Linear):
         return _TiedOutput(sharded_loss)
     styles: dict[Style, ParallelStyle] = {
-        Style.EMBEDDING: _Embedding(),
+        Style.EMBEDDING: _Rows(nn.Embedding, _ShardedEmbedding),
         Style.NORM: SequenceParallel(use_local_output=True),
         Style.HEAD_NORM: SequenceParallel(sequence_dim=2, use_local_output=True),
-        Style.PER_HEAD: _PerHead(),
+        Style.PER_HEAD: _Rows(PerHead, _ShardedPerHead),
         Style.GATHER_SEQUENCE: _GatherSequence(),
         Style.ROUTER: _Router(),
         Style.GATE: _Gate(),
@@ -226,7 +216,7 @@ def _parallel_style(
         Style.COLUMNS: ColumnsOfGathered(ColwiseParallel()),
         Style.COLUMNS_OF_SEQUENCE: ColumnsOfGathered(ColwiseParallel(), _GatherSequence()),
         Style.SHARED_KEY: _SharedKey(),
-        Style.WHOLE_NORM: _WholeNormStyle(),
+        Style.WHOLE_NORM: _Rows(RMSNorm, _WholeNorm),
         Style.ROWS: RowwiseParallel(output_layouts=SEQUENCE),
         Style.OUTPUT: ColwiseParallel(
             input_layouts=SEQUENCE,
@@ -266,9 +256,7 @@ def apply_tensor_parallel(
     for name, _ in model.named_parameters():
         owner = name.rpartition(".")[0]
         style = plan.get(owner)
-        # Some styles change what a module reads, and leave its own weights as they are.
-        shards = style is not None and not isinstance(style, (_GatherSequence, _Router))
-        if not shards:
+        if style is None or isinstance(style, _Inputs):
             pattern = re.sub(r"\.\d+(?=\.|$)", ".*", owner)
             raise UserError(
                 f"tensor parallelism: the model family's tensor_parallel_styles has no style that "
