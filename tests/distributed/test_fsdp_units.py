@@ -1,5 +1,6 @@
 """FSDP's units: what each holds, and when it is gathered and reduced beside what is computed."""
 
+from contextlib import ExitStack
 from unittest.mock import patch
 
 import pytest
@@ -7,14 +8,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.rounding import assert_rounds
 from tests.runs import arguments, full
 from torchtitan.config import resolve
 from torchtitan.parallel.collectives import local
+from torchtitan.parallel.precision.copies import WeightCopies
 from torchtitan.train.build import build
 from torchtitan.train.preflight import preflight
-from torchtitan.train.step import HostUpdate, forward_backward
+from torchtitan.train.step import HostUpdate, build_update, forward_backward, train_step
 
 P = "--parallelism."
 # The rows of the vocabulary are uneven over 4 ranks.
@@ -149,3 +152,117 @@ def test_units_of_a_pipeline(ranks, tmp_path):
     assert first[0] == FIRST
     assert last[-1] == LAST
     assert [*first[1:], *last[:-1]] == held == [f"layers.{i}" for i in range(4)]
+
+
+def train_two_steps(argv):
+    """What happens from the first step's update on, if the loss is read after the second step."""
+    config = resolve(argv, dist.get_world_size()).config
+    engine = build(config, preflight(config), torch.device("cpu"))
+    (model,) = engine.models
+    names = {id(p): name for name, p in model.named_parameters()}
+    events = []
+    for name, layer in model.layers.items():
+        layer.register_forward_hook(lambda *_, name=name: events.append(f"run layers.{name}"))
+
+    def recorded(function, word):
+        def call(*args, **kwargs):
+            params = args[0] if word in ("gather", "reduce") else ()
+            of = unit(names[id(p.sharded_param)] for p in params)
+            events.append(f"{word} {of}".strip())
+            return function(*args, **kwargs)
+
+        return call
+
+    gather = recorded(_fsdp_param_group.foreach_all_gather, "gather")
+    reduce = recorded(_fsdp_param_group.foreach_reduce, "reduce")
+    engine.optimizer.step = recorded(engine.optimizer.step, "update")
+    update = build_update(engine)
+    with patch.multiple(_fsdp_param_group, foreach_all_gather=gather, foreach_reduce=reduce):
+        for batch, _ in zip(engine.loader, range(2), strict=False):
+            train_step(engine, batch, update=update)
+    engine.loader.close()
+    return events[events.index("update") :]
+
+
+def test_what_no_compute_hides(ranks, tmp_path):
+    """After an update, two gathers before the first block; before the next, two reductions."""
+    argv = arguments(tmp_path, *SIZES, local_batch=4)
+    (events, _) = ranks(2, train_two_steps, argv)
+    assert events == ["update", *DENSE, "update"]
+    assert DENSE[:2] == [f"gather {FIRST}", "gather layers.0"]
+    assert DENSE[-2:] == ["reduce layers.0", f"reduce {FIRST}"]
+
+
+# ---- one rank
+
+
+class Copied(TorchDispatchMode):
+    """Counts operations, and the bytes that copies and sums read and write."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func.name().partition(".")[0]
+        if name in ("aten::_to_copy", "aten::copy_", "aten::_foreach_copy_", "aten::_foreach_add_"):
+            target = args[0] if name.endswith("_") else out
+            source = args[1] if name.endswith("_") else args[0]
+            reads_target = name.endswith("add_")
+            self.calls += 1
+            self.bytes += size(target) * (1 + reads_target) + size(source)
+        return out
+
+
+def size(tensors):
+    return sum(x.nbytes for x in ([tensors] if isinstance(tensors, torch.Tensor) else tensors))
+
+
+def train_on_one_rank(argv):
+    """Losses and weights of two steps; and of the second the calls of copies, and bytes of each
+    parameter, outside of modules and the loss.
+    """
+    engine = build((config := resolve(argv, 1).config), preflight(config), torch.device("cpu"))
+    count = Copied()
+    owners = [(WeightCopies, name) for name in ("insert", "take_gradients")]
+    group = _fsdp_param_group.FSDPParamGroup
+    owners += [(group, name) for name in ("wait_for_unshard", "post_backward")]
+
+    def counted(function):
+        def run(*args, **kwargs):
+            with count:
+                return function(*args, **kwargs)
+
+        return run
+
+    results = []
+    with ExitStack() as stack:
+        for owner, name in owners:
+            stack.enter_context(patch.object(owner, name, counted(getattr(owner, name))))
+        for batch, _ in zip(engine.loader, range(2), strict=False):
+            count.calls = count.bytes = 0
+            results.append(train_step(engine, batch).loss)
+    engine.loader.close()
+    (model,) = engine.models
+    weights = {name: full(p).clone() for name, p in model.named_parameters()}
+    parameters = sum(x.numel() for x in weights.values())
+    return results, weights, count.calls, count.bytes / parameters
+
+
+@pytest.mark.parametrize(("batches", "calls", "moved"), [(1, 2, 12), (2, 3, 22)])
+def test_one_rank_casts_once(ranks, tmp_path, batches, calls, moved):
+    """A step casts all weights together (4 + 2 bytes), and each batch's gradients (2 + 4), to whose
+    sum the next are added (4 + 2 + 4). FSDP, as with "always", casts and copies each weight before
+    its forward and its backward, and copies gradients twice: 12 blocks of 9 weights would be 432
+    launches more. The numbers are the same, bit for bit.
+    """
+    flags = ["--training.mixed_precision_param=bfloat16", *SIZES]
+    argv = arguments(tmp_path, *flags, local_batch=8 // batches)
+    ((losses, weights, *counts),) = ranks(1, train_on_one_rank, argv)
+    assert counts == [calls, moved]
+    by_fsdp = [*argv, f"{P}fsdp_reshard_after_forward=always"]
+    ((others, reference, fsdp_calls, _),) = ranks(1, train_on_one_rank, by_fsdp)
+    assert losses == others
+    assert all(torch.equal(weights[name], reference[name]) for name in reference)
+    assert fsdp_calls >= batches * 2 * (len(weights) + 2 * 9)  # the counter sees it

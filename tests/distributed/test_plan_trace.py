@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.plan_counts import collectives
-from tests.plans import OP
+from tests.plans import H100, OP
 from tests.runs import arguments, storages
 from tests.traced_step.cuda import recording
 from tests.traced_step.trace import trace_ranks
@@ -21,7 +21,8 @@ from torchtitan.config.derive import axis_degrees
 from torchtitan.models import get_spec
 from torchtitan.models.attention.backend import attention_backend
 from torchtitan.models.layers.norms import RMSNorm
-from torchtitan.tools.planner.memory import CATEGORIES
+from torchtitan.tools.planner.comm_time import data_parallel
+from torchtitan.tools.planner.memory import CATEGORIES, memory_of
 from torchtitan.tools.planner.predict import derived_workload
 from torchtitan.train.build import build
 from torchtitan.train.preflight import preflight
@@ -223,6 +224,22 @@ def test_what_reducing_once_costs(tmp_path):
         once.collectives["fsdp"]["reduce_scatter"][0],
         each.collectives["fsdp"]["reduce_scatter"][0],
     ) == (6, 120)
+
+
+def test_copies_of_the_weights_on_one_rank(tmp_path):
+    """2 bytes of every weight in bf16, from the forward to the end of the backward."""
+    bf16 = "--training.mixed_precision_param=bfloat16"
+    (trace,) = traced(tmp_path, 1, bf16)
+    layers, matrices, norms, ends = parameters()
+    copies = 2 * (layers * (matrices + norms) + 2 * ends + SIZES["dim"])
+    assert trace.memory["unsharded"] == copies
+    # Weights once, each batch's gradients, and the sum to which the second's are added.
+    for rows, moved in ((ROWS, 6), (2 * ROWS, 11)):
+        argv = command(tmp_path, 1, [bf16, f"--training.global_batch_size={rows}"])
+        w = derived_workload(resolve(argv, 1).config, get_spec("llama3"), 1)
+        assert memory_of(w, 0).by_category["unsharded"] == copies
+        seconds = data_parallel(w, H100, [(0.0, 0.0)], w.stages[0])["FSDP's copies"]
+        assert seconds == pytest.approx(copies * moved / H100.bytes_per_s)
 
 
 def test_context_parallelism_shares_the_attention(tmp_path):

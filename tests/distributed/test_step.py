@@ -184,16 +184,20 @@ def sharded_weights(argv):
 
 
 def test_fsdp_leaves_the_weights_of_one_rank_alone(ranks, tmp_path):
-    """Unless it casts, accumulates in another type or offloads them."""
-    assert ranks(1, sharded_weights, arguments(tmp_path, steps=1))[0] == {False}
-    for keys in (
-        {"mixed_precision_param": "bfloat16"},
-        {"dtype": "bfloat16", "mixed_precision_param": "bfloat16"},
-        {"enable_cpu_offload": "true"},
+    """Unless it accumulates in another type, offloads them, or casts them and must not keep copies
+    for the step.
+    """
+    bf16 = "--training.mixed_precision_param=bfloat16"
+    for managed, flags in (
+        (False, []),
+        (False, [bf16]),
+        (True, [bf16, "--training.dtype=bfloat16"]),
+        (True, ["--training.enable_cpu_offload"]),
+        (True, [bf16, f"{P}fsdp_reshard_after_forward=always"]),
+        (True, [bf16, "--optimizer.early_step_in_backward", "--training.max_norm=0"]),
     ):
-        flags = [f"--training.{key}={value}" for key, value in keys.items()]
-        argv = arguments(tmp_path, *flags, steps=1)
-        assert ranks(1, sharded_weights, argv)[0] == {True}, keys
+        argv = arguments(tmp_path, *flags, steps=1, global_batch=2)
+        assert ranks(1, sharded_weights, argv)[0] == {managed}, flags
 
 
 MAX_NORM = 0.05

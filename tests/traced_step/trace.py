@@ -227,6 +227,7 @@ def _record(
         )
         params = [param for model in models for param in model.parameters()]
         _track(tracer, models, average)
+        _track_copies(tracer, models)
         before = len(tracer.events)
         with (
             recording(tracer, cuda=cuda),
@@ -268,6 +269,17 @@ def _track(tracer: Tracer, models: list[nn.Module], average: WeightAverage | Non
     if average is not None:
         for mean in average.tensors.values():
             tracer.track(mean, "optimizer")
+
+
+def _track_copies(tracer: Tracer, models: list[nn.Module]) -> None:
+    """Count copies that stand in for the weights as gathered weights."""
+    weights = {param for model in models for param in model.parameters()}
+
+    def rename(model: nn.Module, _: Any) -> None:
+        tracer.rename([x for x in model.parameters() if x not in weights], "unsharded")
+
+    for model in models:
+        model.register_forward_pre_hook(rename)
 
 
 def _eager(config: Config, cuda: bool) -> Config:

@@ -24,6 +24,8 @@ class Model(Protocol):
     """The blocks by index, which is the same on every pipeline stage."""
     norm: nn.Module | None
     output: nn.Module | None
+    copies: Any
+    """The weights' `WeightCopies`, once the model is distributed."""
 
     def init_buffers(self) -> None:
         """Compute all buffers. Called again when a model on the meta device gets memory."""

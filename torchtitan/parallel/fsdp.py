@@ -1,8 +1,8 @@
 """FSDP2 (Zhao et al., arXiv:2304.11277) on each block and on the whole model.
 
 One path serves a single process, DDP, FSDP and HSDP: `fully_shard` applies on a mesh of one rank
-too, so mixed precision, offload and gradient accumulation are the same code everywhere. Where one
-rank asks for none of them, FSDP manages no weight.
+too, so offload and gradient accumulation are the same code everywhere. Where one rank has nothing
+to gather, FSDP manages no weight.
 """
 
 from collections.abc import Callable
@@ -32,9 +32,7 @@ from torchtitan.parallel.collectives import local
 from torchtitan.parallel.mesh import Mesh
 
 
-def apply_fsdp(
-    model: Model, mesh: Mesh, training: Training, reshard: str, *, pipelined: bool, tied: bool
-) -> None:
+def apply_fsdp(model: Model, mesh: Mesh, config: Config, *, tied: bool) -> None:
     """Shard `model` in place over `mesh.fsdp`, and its experts over `mesh.expert_fsdp` if set.
 
     Gradients are summed over ranks, not averaged, because the loss is already divided by the global
@@ -42,16 +40,14 @@ def apply_fsdp(
     sent to it.
 
     Args:
-        reshard: `parallelism.fsdp_reshard_after_forward`.
-        pipelined: the model is a pipeline stage, whose schedule gathers and frees the weights once
-            for all microbatches.
         tied: the output projection and the token embeddings share a weight.
     """
+    training = config.training
+    reshard = config.parallelism.fsdp_reshard_after_forward
+    # A schedule gathers and frees the weights once for all microbatches.
+    pipelined = config.parallelism.pipeline_parallel_degree > 1
     converts_weights = any(is_traceable_wrapper_subclass(weight) for weight in model.parameters())
-    apart = mesh.expert_fsdp is not None
-    if manages_no_weight(
-        training, mesh.fsdp.size(), experts_apart=apart, converts_weights=converts_weights
-    ):
+    if manages_no_weight(config, mesh.fsdp.size(), converts_weights=converts_weights):
         fully_shard(model, mesh=mesh.fsdp, ignored_params=set(model.parameters()))
         return
     shard = partial(
@@ -92,24 +88,26 @@ def apply_fsdp(
             module.set_force_sum_reduction_for_comms(True)
 
 
-def manages_no_weight(
-    training: Training, ranks: int, *, experts_apart: bool, converts_weights: bool
-) -> bool:
-    """Whether there is nothing to gather, cast, reduce or offload: FSDP would only copy each weight
-    and gradient, which costs 9 % of a small model's step.
+def manages_no_weight(config: Config, ranks: int, *, converts_weights: bool) -> bool:
+    """Whether there is nothing to gather, reduce or offload: FSDP would only copy each weight and
+    gradient. Without it, `WeightCopies` casts them, and keeps all copies for the step.
 
     Args:
         ranks: of FSDP, replicas included.
-        experts_apart: FSDP gathers experts separately from their block.
-        converts_weights: weights are DTensors, whose layout FSDP combines with its own, or are
-            gathered in Float8.
+        converts_weights: weights are DTensors, whose layout FSDP combines with its own (also where
+            experts have other ranks), or are gathered in Float8.
     """
-    types = {training.mixed_precision_param, training.mixed_precision_reduce}
+    t, p = config.training, config.parallelism
+    may_keep_copies = (
+        p.fsdp_reshard_after_forward != "always"
+        and p.pipeline_parallel_degree == 1
+        and not config.optimizer.early_step_in_backward  # needs whole gradients block by block
+    )
     return (
         ranks == 1
-        and not (experts_apart or converts_weights)
-        and types == {training.dtype}
-        and not training.enable_cpu_offload
+        and not (converts_weights or t.enable_cpu_offload)
+        and t.mixed_precision_reduce == t.dtype
+        and (may_keep_copies or t.mixed_precision_param == t.dtype)
     )
 
 

@@ -26,6 +26,7 @@ from torchtitan.parallel.memory.offload import apply_activation_offload
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.pipeline.pipeline import keep_modules, stage_modules
 from torchtitan.parallel.pipeline.split import PipelinePlan
+from torchtitan.parallel.precision.copies import WeightCopies
 from torchtitan.parallel.precision.dense import quantize
 from torchtitan.parallel.tensor.styles import apply_tensor_parallel
 from torchtitan.utils.logging import logger
@@ -85,16 +86,10 @@ def parallelize(
         apply_activation_checkpoint(model, ac, experts_apart=experts_apart)
         apply_compile(model, config, experts_apart=experts_apart)
         apply_activation_offload(model, ac)
-        apply_fsdp(
-            model,
-            mesh,
-            training,
-            p.fsdp_reshard_after_forward,
-            pipelined=stages is not None,
-            tied=bool(spec.tied_modules(args)),
-        )
+        apply_fsdp(model, mesh, config, tied=bool(spec.tied_modules(args)))
         weights_device = torch.device("cpu") if training.enable_cpu_offload else device
         fill(model, weights_device, device, config.debug.seed, lambda fqn: spec.init(fqn, args))
+        model.copies = WeightCopies(model, getattr(torch, training.mixed_precision_param))
         models.append(model)
     layout = layout_name(layout_degrees(p))
     logger.info(f"Model {config.model.label}: {parameter_count:,} parameters on {layout}")

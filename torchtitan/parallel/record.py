@@ -618,11 +618,21 @@ class Record:
     def stays_whole(self) -> bool:
         """Whether FSDP manages no weight."""
         return manages_no_weight(
-            self.config.training,
+            self.config,
             self.fsdp * self.dp_replicate,
-            experts_apart=self.experts_apart,
             converts_weights=self.tp > 1 or self.gathered_bytes != self.element,
         )
+
+    @property
+    def regathers(self) -> bool:
+        """Whether FSDP frees blocks after their forward, and gathers them again."""
+        never = self.config.parallelism.fsdp_reshard_after_forward == "never"
+        return self.pipeline is None and not never
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of a weight's copy, where copies stand in for weights that FSDP doesn't manage."""
+        return self.element if self.stays_whole and self.element != self.stored_bytes else 0
 
     @cached_property
     def element(self) -> int:

@@ -217,6 +217,7 @@ class Compute:
             self.expect_backward(model, last=last)
             value = local_loss(self._run(model, rows, weights), rows.labels)
             value.backward()
+            model.copies.take_gradients(last=last)
             return value.detach()
 
     @torch.no_grad()
@@ -234,6 +235,7 @@ class Compute:
         self, model: FSDPModule, rows: LocalBatch, token_weights: Tensor | None = None
     ) -> Tensor:
         mask = None if rows.documents is None else self.mask_of(rows.documents)
+        model.copies.insert()
         options = {} if token_weights is None else {"token_weights": token_weights}
         return model(rows.tokens, self.positions, mask, project=self.loss.project, **options)
 
@@ -242,8 +244,8 @@ class Compute:
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """A context in which the model evaluates. FSDP keeps some gathered weights after a forward
-        without a backward, which a checkpoint must not see.
+        """A context in which the model evaluates. A forward without a backward leaves gathered and
+        copied weights, which a checkpoint must not see.
         """
         for model in self.models:
             model.eval()
@@ -252,6 +254,7 @@ class Compute:
         finally:
             for model in self.models:
                 model.train()
+                model.copies.remove()
                 for module in model.modules():
                     if isinstance(module, FSDPModule):
                         module.reshard()

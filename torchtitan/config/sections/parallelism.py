@@ -28,7 +28,8 @@ class Parallelism(Section):
     """
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Free each block's gathered parameters after its forward. `default`: yes, except under
-    pipeline parallelism, whose schedule keeps them for all microbatches of a stage.
+    pipeline parallelism, whose schedule keeps them for all microbatches of a stage; and except on
+    one rank, whose bf16 copies of fp32 weights are made once a step.
     """
     fsdp_reduce_once_per_step: bool = False
     """Under gradient accumulation, sum whole gradients and reduce them over ranks after the last

@@ -147,7 +147,7 @@ def data_parallel(
     out = {"communication: dp": exposed}
     if w.fsdp * w.dp_replicate > 1:
         out["slowed by communication"] = hw.overlap_slowdown * hidden
-    if not (w.stays_whole or w.weights_in_place):
+    if not w.weights_in_place and (w.copied_bytes or not w.stays_whole):
         out["FSDP's copies"] = _copied_bytes(w, stage.rank) / hw.bytes_per_s
     if w.config.training.enable_cpu_offload:
         # Per batch two gathers read from the host; gradients are written to it.
@@ -160,12 +160,15 @@ def data_parallel(
 
 def _copied_bytes(w: Workload, pp_rank: int) -> float:
     """Bytes that FSDP moves beside compute in a step: what it gathered, out of its buffer, forward
-    and backward; and gradients, into the buffer that it reduces.
+    and backward; and gradients, into the buffer that it reduces. Without it: casts of the weights,
+    and of gradients, whose sum is read after the first batch.
     """
-    again = w.pipeline is None and w.config.parallelism.fsdp_reshard_after_forward != "never"
-    gathered = w.accumulation * (1 + again) * 2 * w.gathered_bytes
-    reductions = 1 if w.sums_whole_gradients else w.accumulation
     params = sum(map(w.params, w.stages_of(pp_rank)))
+    if w.copied_bytes:
+        cast = w.stored_bytes + w.element
+        return params * (cast * (1 + w.accumulation) + w.stored_bytes * (w.accumulation - 1))
+    gathered = w.accumulation * (1 + w.regathers) * 2 * w.gathered_bytes
+    reductions = 1 if w.sums_whole_gradients else w.accumulation
     return params * (gathered + reductions * (w.element + w.reduced_bytes))
 
 
@@ -203,7 +206,7 @@ def _overlap(
         # Gathered once per batch, beside its first microbatch; reduced beside its last.
         exposed_in_blocks = in_forward + layers * max(0.0, reduce - backward)
         return _Overlap(exposed_in_blocks * batches, (at_ends + reduce) * batches, 0.0)
-    regather = gather if w.config.parallelism.fsdp_reshard_after_forward != "never" else 0.0
+    regather = gather if w.regathers else 0.0
     early_reduction = scatter if w.replicas_apart else reduce
     if w.sums_whole_gradients:
         early_reduction = 0.0

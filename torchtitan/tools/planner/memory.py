@@ -115,11 +115,10 @@ def _whole_model(w: Workload, blocks: BlockCounts, gradients: float) -> dict[str
     sizes = {"activations": activations, "communication": 0.0}
     largest = sorted((b.block_params for b, count in blocks for _ in range(count)), reverse=True)
     ends = [w.element * size for size in w.ends(model)]
-    never = w.config.parallelism.fsdp_reshard_after_forward == "never"
-    gathered = sum(largest) if never else sum(largest[:PREFETCHED_BLOCKS])
+    gathered = sum(largest[:PREFETCHED_BLOCKS] if w.regathers else largest)
     # The output's weight stays for the backward; embeddings aren't needed there.
-    unsharded = sum(ends if never else ends[-1:]) + w.gathered_bytes * gathered
-    sizes["unsharded"] = 0.0 if w.stays_whole else unsharded
+    unsharded = sum(ends[-1:] if w.regathers else ends) + w.gathered_bytes * gathered
+    sizes["unsharded"] = w.copied_bytes * w.params(model) if w.stays_whole else unsharded
     kinds = [block for block, _ in blocks]
     if w.fsdp > 1 or any(block.experts_apart for block in kinds):
         gathers = [max(map(_gather_buffers, kinds)), *ends]
