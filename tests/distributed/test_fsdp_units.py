@@ -1,5 +1,6 @@
 """FSDP's units: what each holds, and when it is gathered and reduced beside what is computed."""
 
+import dataclasses
 from contextlib import ExitStack
 from unittest.mock import patch
 
@@ -13,11 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.rounding import assert_rounds
 from tests.runs import arguments, full
 from torchtitan.config import resolve
+from torchtitan.config.derive import replace
+from torchtitan.config.rules import Accelerator, Facts, problems
 from torchtitan.parallel.collectives import local
 from torchtitan.parallel.precision.copies import WeightCopies
 from torchtitan.train.build import build
 from torchtitan.train.preflight import preflight
 from torchtitan.train.step import HostUpdate, build_update, forward_backward, train_step
+from torchtitan.utils.torch_compat import torch_is_before_2_13
 
 P = "--parallelism."
 # The rows of the vocabulary are uneven over 4 ranks.
@@ -191,6 +195,36 @@ def test_what_no_compute_hides(ranks, tmp_path):
     assert events == ["update", *DENSE, "update"]
     assert DENSE[:2] == [f"gather {FIRST}", "gather layers.0"]
     assert DENSE[-2:] == ["reduce layers.0", f"reduce {FIRST}"]
+
+
+def option_calls(argv, buffers):
+    """Calls of FSDP's experimental options by all units."""
+    config = resolve(argv, dist.get_world_size()).config
+    setup = preflight(config)
+    names = ("set_symm_mem_for_comm", "set_reduce_scatter_max_input_buffers")
+    with ExitStack() as stack:
+        mocks = [stack.enter_context(patch.object(FSDPModule, name)) for name in names]
+        build(replace(config, "parallelism.fsdp_buffers", buffers), setup, torch.device("cpu"))
+    return [{str(call) for call in mock.call_args_list} for mock in mocks]
+
+
+def test_buffers_of_collectives(ranks, tmp_path):
+    """Two options, and where they can't work."""
+    if torch_is_before_2_13():
+        pytest.skip("refused with torch before 2.13")
+    argv = arguments(tmp_path, *SIZES)
+    calls = {x: ranks(2, option_calls, argv, x)[0] for x in ("symmetric_memory", "two_reductions")}
+    assert calls == {
+        "symmetric_memory": [{"call()"}, set()],
+        "two_reductions": [set(), {"call(2, recurse=False)"}],
+    }
+    cpu, gpu = Accelerator("a CPU", (0, 0)), Accelerator("an H100", (9, 0))
+    config = resolve([f"{P}fsdp_buffers=two_reductions"], 2).config
+    facts = Facts(device=gpu, old_torch=False)
+    assert not problems(config, facts)
+    for change in ({"device": cpu}, {"old_torch": True}):
+        (problem,) = problems(config, dataclasses.replace(facts, **change))
+        assert 'newer; set it to "default"' in problem
 
 
 # ---- one rank

@@ -86,6 +86,11 @@ def apply_fsdp(model: Model, mesh: Mesh, config: Config, *, tied: bool) -> None:
                 module.set_gradient_divide_factor(1.0)
             # gloo has no pre-multiplied sum, which a divide factor otherwise needs.
             module.set_force_sum_reduction_for_comms(True)
+            buffers = config.parallelism.fsdp_buffers
+            if buffers == "symmetric_memory":
+                module.set_symm_mem_for_comm()
+            elif buffers == "two_reductions":
+                module.set_reduce_scatter_max_input_buffers(2, recurse=False)
 
 
 def manages_no_weight(config: Config, ranks: int, *, converts_weights: bool) -> bool:

@@ -97,6 +97,17 @@ refuse(
 )
 
 
+@rule("parallelism.fsdp_buffers", needs=["device", "old_torch"])
+def fsdp_buffers_need_nccl(config: Config, facts: Facts) -> str | None:
+    works = facts.device.capability != (0, 0) and not facts.old_torch
+    if works or config.parallelism.fsdp_buffers == "default":
+        return None
+    return (
+        "parallelism.fsdp_buffers: only GPUs have a choice, with torch 2.13 or newer; set it to "
+        '"default"'
+    )
+
+
 @rule("parallelism.pipeline_parallel_schedule", "compile.enable", needs=["old_torch"])
 def old_torch_cannot_split_every_backward(config: Config, facts: Facts) -> str | None:
     has_chunks = config.training.loss_chunks > 1

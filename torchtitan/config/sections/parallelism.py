@@ -31,6 +31,11 @@ class Parallelism(Section):
     pipeline parallelism, whose schedule keeps them for all microbatches of a stage; and except on
     one rank, whose bf16 copies of fp32 weights are made once a step.
     """
+    fsdp_buffers: Literal["default", "symmetric_memory", "two_reductions"] = "default"
+    """Buffers of FSDP's collectives, an experiment. `symmetric_memory`: in NCCL's symmetric memory,
+    where copy engines may move them. `two_reductions`: the backward goes on while two reductions
+    run, which costs the bytes of one more block's gradients. Neither is measured on GPU yet.
+    """
     fsdp_reduce_once_per_step: bool = False
     """Under gradient accumulation, sum whole gradients and reduce them over ranks after the last
     batch, instead of after each. Saves communication, and costs 4 bytes per parameter (of the
