@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchtitan.config.derive import expert_shard_dim, sums_on_replicas, sums_whole_gradients
 from torchtitan.config.sections.schema import Config
-from torchtitan.config.sections.training import Training
 from torchtitan.models.decoder.mtp import MTPModule
 from torchtitan.models.moe.moe import Experts
 from torchtitan.models.protocols import Model
@@ -43,6 +42,7 @@ def apply_fsdp(model: Model, mesh: Mesh, config: Config, *, tied: bool) -> None:
         tied: the output projection and the token embeddings share a weight.
     """
     training = config.training
+    is_mixed = training.mixed_precision_param != training.dtype
     reshard = config.parallelism.fsdp_reshard_after_forward
     # A schedule gathers and frees the weights once for all microbatches.
     pipelined = config.parallelism.pipeline_parallel_degree > 1
@@ -53,8 +53,17 @@ def apply_fsdp(model: Model, mesh: Mesh, config: Config, *, tied: bool) -> None:
     shard = partial(
         fully_shard,
         mesh=mesh.fsdp,
-        mp_policy=_mixed_precision(training),
-        offload_policy=_offload(training),
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=getattr(torch, training.mixed_precision_param) if is_mixed else None,
+            reduce_dtype=getattr(torch, training.mixed_precision_reduce),
+            # Activations already have the parameters' type, and the RoPE tables must stay fp32.
+            cast_forward_inputs=False,
+        ),
+        offload_policy=(
+            CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+            if training.enable_cpu_offload
+            else OffloadPolicy()
+        ),
     )
     blocks = list(model.layers.values())
     for i, block in enumerate(blocks):
@@ -149,14 +158,15 @@ def _prefetch(model: Model) -> None:
     By default, the gather starts when the host reaches a module. With experts on several ranks,
     the host reaches the next block late, since it waits for the number of rows from each rank.
     """
-    blocks = [
-        [m for m in block.modules() if m is block or (isinstance(m, Experts) and _is_unit(m))]
-        for block in model.layers.values()
-    ]
+
+    def units_in(module: nn.Module | None) -> list[Any]:
+        return [m for m in module.modules() if isinstance(m, FSDPModule)] if module else []
+
+    blocks = [units_in(block) for block in model.layers.values()]
     # Validation leaves these out. A gathered, unused weight would be used later, stale.
     always = [units for units in blocks if not isinstance(units[0], MTPModule)]
     root: list[Any] = [model]
-    ends = [[m] if _is_unit(m) else [] for m in (model.tok_embeddings, model.norm)]
+    ends = [units_in(end) for end in (model.tok_embeddings, model.norm)]
     for block, *experts in blocks:
         block.set_modules_to_forward_prefetch(experts)
     order = [units for units in [root, ends[0], *always, ends[1]] if units]
@@ -164,26 +174,6 @@ def _prefetch(model: Model) -> None:
         module.set_modules_to_forward_prefetch(units)
     for (module, *_), units in pairwise([root, *reversed(blocks)]):
         module.set_modules_to_backward_prefetch(units)
-
-
-def _is_unit(module: nn.Module | None) -> bool:
-    return isinstance(module, FSDPModule)
-
-
-def _mixed_precision(training: Training) -> MixedPrecisionPolicy:
-    is_mixed = training.mixed_precision_param != training.dtype
-    return MixedPrecisionPolicy(
-        param_dtype=getattr(torch, training.mixed_precision_param) if is_mixed else None,
-        reduce_dtype=getattr(torch, training.mixed_precision_reduce),
-        # Activations already have the parameters' type, and the RoPE tables must stay fp32.
-        cast_forward_inputs=False,
-    )
-
-
-def _offload(training: Training) -> OffloadPolicy:
-    if not training.enable_cpu_offload:
-        return OffloadPolicy()
-    return CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
 
 
 def _expert_placement(weight: nn.Parameter, shards: int) -> Shard:
