@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torchtitan.models.costs import FP32, Cost
-from torchtitan.parallel.record import EXCHANGE_COPIES, FP8, Stage
+from torchtitan.parallel.kinds import Stage
+from torchtitan.parallel.record import EXCHANGE_COPIES, FP8
 from torchtitan.tools.planner.hardware import Hardware
 from torchtitan.tools.planner.workload import Workload
 

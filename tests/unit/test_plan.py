@@ -25,8 +25,8 @@ from torchtitan.models.costs import cost_of
 from torchtitan.models.decoder.model import Attention, Block
 from torchtitan.models.layers.feed_forward import FeedForward
 from torchtitan.optim.loss import LOGIT_BYTES, cross_entropy
+from torchtitan.parallel.kinds import Stage, kinds_of
 from torchtitan.parallel.memory.checkpoint import apply_activation_checkpoint
-from torchtitan.parallel.record import Stage, kinds_of
 from torchtitan.tools.planner.block_time import LAUNCHES, block_time
 from torchtitan.tools.planner.comm_time import context_parallel
 from torchtitan.tools.planner.costs import step_time

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from torchtitan.config.derive import offloaded_blocks
 from torchtitan.models.costs import FP32
-from torchtitan.parallel.record import FP8, Stage
+from torchtitan.parallel.kinds import Stage
+from torchtitan.parallel.record import FP8
 from torchtitan.tools.planner.hardware import Hardware
 from torchtitan.tools.planner.workload import Workload
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torchtitan.models.costs import FP32
 from torchtitan.optim.muon import iteration_flops
 from torchtitan.optim.optimizer import ADAMW_BYTES, CONVERTED_BYTES
-from torchtitan.parallel.record import Stage
+from torchtitan.parallel.kinds import Stage
 from torchtitan.tools.planner.block_time import LAUNCHES, Pass, block_time, ends_time
 from torchtitan.tools.planner.comm_time import activation_offload, data_parallel, transfer
 from torchtitan.tools.planner.hardware import Hardware

@@ -16,7 +16,8 @@ from functools import lru_cache
 
 from torchtitan.models.costs import FP32
 from torchtitan.optim.loss import CHUNK_GRADIENT_BYTES, LOGIT_BYTES
-from torchtitan.parallel.record import BYTES, Record, Stage
+from torchtitan.parallel.kinds import Stage
+from torchtitan.parallel.record import BYTES, Record
 from torchtitan.tools.planner.pipeline_costs import InFlight, in_flight
 from torchtitan.tools.planner.workload import Workload
 
