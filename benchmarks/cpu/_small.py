@@ -9,10 +9,14 @@ have about the same number of parameters, but not the same operations: RoPE, RMS
 more.
 """
 
+import itertools
 import math
 import re
+import statistics
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pydoc_data.topics import topics
 from typing import Any
 
@@ -69,7 +73,37 @@ def _flags(run: Run) -> list[str]:
 
 
 def gpt2(run: Run) -> None:
-    """A loop by hand: no checks, no metrics, no checkpoints."""
+    meter = Meter(run)
+    losses = []
+    for loss in gpt2_steps(run):
+        losses.append(loss)
+        meter.tick(len(losses))
+    meter.report(losses[-1])
+
+
+def alternating(run: Run) -> None:
+    """The example and the GPT-2, a step of each in turn. Both run through the same changes of the
+    machine's speed, so their ratio is steadier than between processes.
+    """
+    ends = [time.process_time()]
+    theirs = gpt2_steps(run)
+
+    def step() -> None:
+        ends.append(time.process_time())
+        next(theirs)
+        ends.append(time.process_time())
+
+    def summary() -> dict[str, float]:
+        seconds = [after - before for before, after in itertools.pairwise(ends)][2 * run.warm :]
+        medians = [1000 * statistics.median(seconds[side::2]) for side in (0, 1)]
+        return {"ms": medians[0], "gpt2_ms": medians[1], "ratio": medians[0] / medians[1]}
+
+    extra = ["--compile.enable"] if run.compiled else []
+    train(run, [f"--job.config_file={EXAMPLE}", *_flags(run), *extra], step, summary)
+
+
+def gpt2_steps(run: Run) -> Iterator[float]:
+    """A loop by hand: no checks, no metrics, no checkpoints. Yields the loss of each step."""
     import torch
     import torch.nn.functional as F
     from torch import Tensor, nn
@@ -122,7 +156,6 @@ def gpt2(run: Run) -> None:
     text = (run.folder / "input.txt").read_text()
     ids = {character: i for i, character in enumerate(sorted(set(text)))}
     data = torch.tensor([ids[character] for character in text])
-    meter = Meter(run)
     for step in range(1, run.steps + 1):
         starts = torch.randint(len(data) - SEQ_LEN, (BATCH,)).tolist()
         tokens = torch.stack([data[i : i + SEQ_LEN] for i in starts])
@@ -135,6 +168,4 @@ def gpt2(run: Run) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        value = loss.item()
-        meter.tick(step)
-    meter.report(value)
+        yield loss.item()

@@ -133,8 +133,18 @@ def framework(run: Run, extra: Sequence[str] = (), dp: int | None = None) -> Non
     train(run, arguments)
 
 
-def train(run: Run, arguments: Sequence[str]) -> None:
-    """Run the trainer with these flags."""
+def train(
+    run: Run,
+    arguments: Sequence[str],
+    after_step: Callable[[], object] = lambda: None,
+    summary: Callable[[], dict[str, float]] = dict,
+) -> None:
+    """Run the trainer with these flags.
+
+    Args:
+        after_step: called at the end of each step.
+        summary: further numbers to report.
+    """
     from torchtitan.config import resolve
     from torchtitan.train.callbacks import Callback
     from torchtitan.train.preflight import preflight
@@ -151,10 +161,11 @@ def train(run: Run, arguments: Sequence[str]) -> None:
     class Ticking(Callback):
         def after_step(self, run: Any, result: Any) -> None:
             meter.tick(run.progress.step)
+            after_step()
 
     trainer = Trainer(config, preflight(config), callbacks=[Ticking()])
     progress = trainer.train()
-    meter.report(progress.losses[-1])
+    meter.report(progress.losses[-1], **summary())
     trainer.close()
 
 

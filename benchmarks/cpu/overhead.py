@@ -12,7 +12,8 @@ on several ranks by FSDP2's mixed precision. Without it, both compute in fp32. W
 framework alone, on two tensor-parallel ranks, eager and compiled.
 
 With `--small` the example for users of nanoGPT, of 0.8 M parameters (`_small.py`), in fp32 and as
-it comes, against a GPT-2 by hand, for ten times as many steps.
+it comes, against a GPT-2 by hand, for ten times as many steps. With `--small --alternate` (and
+`--compile`) a step of each in turn in one process: CPU-milliseconds of a step, and their ratio.
 """
 
 from functools import partial
@@ -104,6 +105,9 @@ def main() -> None:
     options.add_argument(
         "--small", action="store_true", help="instead: a model of nanoGPT's published size"
     )
+    options.add_argument(
+        "--alternate", action="store_true", help="with --small: both in one process, step by step"
+    )
     options = options.parse_args()
     if options.side:
         return run_side(
@@ -116,12 +120,17 @@ def main() -> None:
                 "small": _small.small,
                 "small_default": _small.small_default,
                 "gpt2": _small.gpt2,
+                "alternating": _small.alternating,
             },
         )
     if options.small:
         options.steps *= 10
         options.warm *= 10
         options.tokens = _small.BATCH * _small.SEQ_LEN
+        if options.alternate:
+            kinds = ("", "_compiled")[: 1 + options.compile]
+            measure(options, [f"alternating{kind}" for kind in kinds], prepare="prepare")
+            return None
         pairs = [("small", "gpt2"), ("small_default", "gpt2")]
         sides = ["gpt2", "small", "small_default"]
         return compare(measure(options, sides, prepare="prepare"), pairs, options)
@@ -138,11 +147,11 @@ def main() -> None:
     else:
         pairs = [("framework", "by_hand")]
     if options.bf16:
-        pairs += [
-            ("framework_bf16", "by_hand"),
-            ("framework_bf16", "framework"),
-            ("framework_bf16", "by_hand_bf16"),
-        ]
+        for kind in ("", "_compiled")[: 1 + options.compile]:
+            ours = f"framework{kind}_bf16"
+            pairs += [
+                (ours, other) for other in ("by_hand", f"framework{kind}", f"by_hand{kind}_bf16")
+            ]
     sides = sorted({side for pair in pairs for side in pair}, reverse=True)
     return compare(measure(options, sides), pairs, options)
 
