@@ -2,9 +2,11 @@
 machine gave.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -52,3 +54,24 @@ def assert_trained_alike(ours: Tensor, theirs: Tensor, lr: float, steps: int, of
     assert moved <= allowed, (
         f"{of}: {moved} of {theirs.numel()} elements differ by more than 1 % of {steps} updates"
     )
+
+
+@contextmanager
+def fp32_products(*modules: Any) -> Iterator[list[str]]:
+    """On the CPU, `modules` multiply bf16 to fp32 as on CUDA. Yields the operations that did it."""
+    calls = []
+
+    def mm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+        calls.append("mm")
+        return a.to(dtype) @ b.to(dtype)
+
+    def addmm(total: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, *, out: Tensor) -> Tensor:
+        calls.append("addmm")
+        return torch.addmm(total, a.to(dtype), b.to(dtype), out=out)
+
+    with pytest.MonkeyPatch.context() as patch, torch.library._scoped_library("aten", "IMPL") as on:
+        on.impl("mm.dtype", mm, "CPU")
+        on.impl("addmm.dtype_out", addmm, "CPU")
+        for module in modules:
+            patch.setattr(module, "multiplies_to_fp32", lambda x: x.dtype == torch.bfloat16)
+        yield calls

@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.rounding import assert_rounds
+from tests.rounding import assert_rounds, fp32_products
 from torchtitan.data.order.rows import IGNORE_INDEX
 from torchtitan.models import get_spec
 from torchtitan.models.attention.backend import attention_backend
+from torchtitan.optim import loss as losses
 from torchtitan.optim.loss import add_z_loss, chunked_loss, cross_entropy
 
 SPEC = get_spec("llama3")
@@ -86,18 +87,22 @@ def test_only_one_slice_of_the_logits_exists():
 
 
 def test_the_weights_gradient_is_added_up_in_fp32():
-    """In bf16 the sum over many slices would lose their small parts."""
-    whole = build().bfloat16()
-    sliced = build().bfloat16()
-    cross_entropy(whole(TOKENS), LABELS).sum().backward()
-    chunked(sliced, 16).backward()
-    exact = build().bfloat16().float()
+    """In bf16 the sum over many slices would lose their small parts. Where products return fp32,
+    slices lose nothing.
+    """
+    exact = build().bfloat16().double()
     cross_entropy(exact(TOKENS), LABELS).sum().backward()
 
-    def error(model):
-        return (model.output.weight.grad.float() - exact.output.weight.grad).norm().item()
+    def error(backward):
+        model = build().bfloat16()
+        backward(model)
+        return (model.output.weight.grad.double() - exact.output.weight.grad).norm().item()
 
-    assert error(sliced) < 1.2 * error(whole)
+    whole = error(lambda model: cross_entropy(model(TOKENS), LABELS).sum().backward())
+    assert error(lambda model: chunked(model, 16).backward()) < 1.2 * whole
+    with fp32_products(losses) as calls:
+        assert error(lambda model: chunked(model, 16).backward()) < 1.001 * whole
+    assert calls == ["mm", *["addmm"] * 15]
 
 
 @pytest.mark.parametrize("chunks", [1, 4])

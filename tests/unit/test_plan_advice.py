@@ -102,12 +102,12 @@ def test_the_launcher_adds_the_advice(monkeypatch, tmp_path, capsys):
 
 def test_settings_that_save_nothing_are_said():
     """Two chunks of 1,024 x 128,256 logits save at most 16 bytes of each half, 1 GB; the gradient
-    of the output projection that they add up takes 8 bytes of 4,096 x 128,256 parameters, 4 GB.
+    of the output projection that they add up takes 6 bytes of 4,096 x 128,256 parameters, 3 GB.
     """
     argv = ["--model.flavor=8B", "--training.seq_len=1024", "--training.local_batch_size=1"]
     argv += [NONE, "--training.loss_chunks"]
     plans = {n: predict(workload(*argv, str(n), world=8), SPEC, H100) for n in (1, 2)}
-    assert plans[2].peak_gib > plans[1].peak_gib + 2.5
+    assert plans[2].peak_gib > plans[1].peak_gib + 1.8
     (said,) = wasteful(plans[2])
     assert said.startswith("by this plan, training.loss_chunks = 1 takes less memory")
     assert not list(wasteful(plans[1]))

@@ -13,10 +13,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from torchtitan.config.registry import Custom, losses
 from torchtitan.data.order.rows import IGNORE_INDEX
+from torchtitan.models.layers.linear import multiplies_to_fp32
 from torchtitan.parallel.collectives import all_reduce, unsharded
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.utils.errors import UserError
@@ -42,13 +44,14 @@ ends inductor's kernel at each all-reduce, with two copies in fp32 beside the lo
 logits, fp32 logits, softmax and gradient less what is freed by then; sharding the vocabulary keeps
 one more copy in fp32. As traced.
 """
-CHUNK_MOVED_BYTES = 10
-"""Bytes moved per parameter of the output projection for each chunk: its bf16 gradient is read (2)
-and added to a sum in fp32 (4 + 4). Counted.
+CHUNK_MOVED_BYTES = {"in products": 8, "beside them": 12}
+"""Bytes moved per parameter of the output projection for each chunk. Products of bf16 read and
+write the sum of its gradient in fp32 (4 + 4); elsewhere, they write a gradient in bf16 (2), which
+is read (2) and added (4 + 4). The first reads no sum; rounding the last takes as much. Counted.
 """
-CHUNK_GRADIENT_BYTES = 8
-"""Bytes held per parameter of the output projection: the sum of its gradient in fp32 (4), a chunk's
-gradient in bf16 (2), and the result in bf16 (2).
+CHUNK_GRADIENT_BYTES = 6
+"""Bytes held per parameter of the output projection: the sum of its gradient in fp32 (4), and a
+chunk's gradient or the rounded sum in bf16 (2).
 """
 
 # ---- losses
@@ -240,40 +243,92 @@ class _ChunkedLoss(torch.autograd.Function):
         count = 1 if factors is None else len(factors)
         rows = torch.zeros(count, len(hidden), device=hidden.device)
         hidden_gradients: list[Tensor] = []
-        # Not zeros like the weight, which may have been gathered in Float8.
-        weight_sum: Tensor | None = None
+        gradient_sum = _GradientSum(weight.detach().requires_grad_())
         for i, (hidden_slice, labels) in enumerate(slices):
             hidden_slice = hidden_slice.detach().requires_grad_()
-            whole = weight.detach().requires_grad_()
             with torch.enable_grad():
-                row_losses = loss(project(hidden_slice, whole), labels)
+                with gradient_sum:
+                    logits = project(hidden_slice, gradient_sum.weight)
+                row_losses = loss(logits, labels)
                 loss_sum = (
                     row_losses.sum() if factors is None else row_losses.sum() * factors[i % count]
                 )
                 hidden_gradient, weight_gradient = torch.autograd.grad(
-                    loss_sum, (hidden_slice, whole)
+                    loss_sum, (hidden_slice, gradient_sum.weight), allow_unused=True
                 )
             rows[i % count] += row_losses.detach()
             hidden_gradients.append(hidden_gradient)
-            weight_sum = (
-                weight_gradient.float() if weight_sum is None else weight_sum.add_(weight_gradient)
-            )
-        assert weight_sum is not None
+            if weight_gradient is not None:
+                gradient_sum.add(weight_gradient)
         if count > 1:
             hidden_gradients = [
                 torch.cat(hidden_gradients[i : i + count], dim=-1)
                 for i in range(0, len(hidden_gradients), count)
             ]
-        ctx.save_for_backward(torch.cat(hidden_gradients, dim=1), weight_sum.to(weight.dtype))
+        ctx.dtype = weight.dtype
+        ctx.save_for_backward(torch.cat(hidden_gradients, dim=1), gradient_sum.total)
         losses = rows.T.contiguous()
         ctx.mark_non_differentiable(losses)
         return rows[0].sum(), losses
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, grad_weight = ctx.saved_tensors
+        grad_hidden, weight_sum = ctx.saved_tensors
         # Not in place: a pipeline schedule that splits the backward runs this twice.
-        return grad_hidden * upstream[0], grad_weight * upstream[0], None, None, None, None
+        grad_weight = torch.empty_like(weight_sum, dtype=ctx.dtype)
+        torch.mul(weight_sum, upstream[0], out=grad_weight)  # scaled and rounded in one pass
+        return grad_hidden * upstream[0], grad_weight, None, None, None, None
+
+
+class _GradientSum(TorchFunctionMode):
+    """The sum in fp32 of the gradients of `weight`.
+
+    While it is entered, linear layers with this weight, a plain tensor, add theirs in their
+    backward. Those of other operations (DTensors, Float8) are left to autograd, and to `add`.
+    """
+
+    def __init__(self, weight: Tensor):
+        super().__init__()
+        self.weight = weight
+        self.total: Tensor | None = None
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        is_plain = function is F.linear and not is_traceable_wrapper_subclass(self.weight)
+        if is_plain and args[1] is self.weight and (*args, None)[2] is None:
+            logits = _SummedLinear.apply(args[0].flatten(0, -2), self.weight, self)
+            return logits.unflatten(0, args[0].shape[:-1])
+        return function(*args, **(kwargs or {}))
+
+    def add(self, gradient: Tensor) -> None:
+        self.total = gradient.float() if self.total is None else self.total.add_(gradient)
+
+    def add_product(self, a: Tensor, b: Tensor) -> None:
+        """Add `a @ b`."""
+        if not multiplies_to_fp32(a):
+            self.add(a @ b)
+        elif self.total is None:
+            self.total = torch.mm(a, b, out_dtype=torch.float32)
+        else:
+            addmm = torch.ops.aten.addmm.dtype_out
+            addmm(self.total, a, b, torch.float32, out=self.total)
+
+
+class _SummedLinear(torch.autograd.Function):
+    """`apply(x, weight, gradient_sum)`: `[rows, dim], [vocab, dim] -> [rows, vocab]`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, gradient_sum: _GradientSum) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.gradient_sum = gradient_sum
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        x, weight = ctx.saved_tensors
+        ctx.gradient_sum.add_product(gradient.T, x)
+        return gradient @ weight, None, None
 
 
 class SourceTally:

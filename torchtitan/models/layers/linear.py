@@ -40,3 +40,10 @@ class TokenLinear(nn.Module):
     def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """The layer's output with this weight and bias instead of its parameters."""
         return F.linear(x, weight, bias)
+
+
+def multiplies_to_fp32(operand: Tensor) -> bool:
+    """Whether `torch.mm` and `addmm` take operands like this one in bf16 and return fp32: no sum is
+    rounded to bf16, at the speed of bf16.
+    """
+    return operand.dtype == torch.bfloat16 and operand.is_cuda and torch.version.hip is None

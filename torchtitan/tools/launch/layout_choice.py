@@ -1,12 +1,16 @@
 """The layout of a new project: the best by a search, or the one that flags set."""
 
 import math
+from dataclasses import replace
 
+from torchtitan.config.derive import divisors
 from torchtitan.tools.launch.recipe import as_flags, draft_settings
 from torchtitan.tools.launch.request import Request
 from torchtitan.tools.planner.planner import find_layouts, make_plan, nothing_fits
+from torchtitan.tools.planner.predict import Plan, replan
 from torchtitan.tools.planner.proposals import Proposal
-from torchtitan.tools.planner.search import SearchResult
+from torchtitan.tools.planner.search import LIKELY, SearchResult
+from torchtitan.tools.planner.settings import apply_settings
 from torchtitan.utils.errors import ConfigError, UserError
 
 _FEW = 8
@@ -28,7 +32,21 @@ def best_layout(request: Request) -> Proposal:
     if not search.best:
         reason = nothing_fits(search, request.devices, request.hardware)
         raise UserError(f"{request.model.name}: {reason}; {_what_would_fit(request, search)}")
-    return search.best[0]
+    best = search.best[0]
+    if request.on_cpu or "training.loss_chunks" in request.flag_settings:
+        return best
+    return replace(best, plan=_in_fewest_chunks(best.plan))
+
+
+def _in_fewest_chunks(plan: Plan) -> Plan:
+    """The plan with the loss in as few chunks as fit: each chunk costs a pass over the gradient of
+    the output projection.
+    """
+    for chunks in divisors(plan.config.training.loss_chunks):
+        whole = replan(plan, apply_settings(plan.config, {"training.loss_chunks": chunks}))
+        if whole and whole.chance_to_fit >= LIKELY:
+            return whole
+    return plan
 
 
 def _what_would_fit(request: Request, search: SearchResult) -> str:

@@ -125,7 +125,6 @@ def draft_settings(request: Request) -> Choices:
     rate, rate_source = _nearest(_RATES, parameters)
     rows, batch_why = _global_batch(request)
     chunks = _chunks(request.seq_len, model.args.vocab_size)
-    logits = request.seq_len * model.args.vocab_size / 1e9
     size = f"{show_tokens(parameters)} parameters"
     size += f", {show_tokens(active)} of them active" if active < parameters else ""
     settings = {
@@ -147,7 +146,7 @@ def draft_settings(request: Request) -> Choices:
         "training.dataset": Choice(data.dataset, data.kind),
         "training.seq_len": Choice(request.seq_len, "tokens per row"),
         "training.global_batch_size": Choice(rows, batch_why),
-        "training.loss_chunks": Choice(chunks, f"a row has {logits:.2f} billion logits"),
+        "training.loss_chunks": Choice(chunks, "parts of a row's logits"),
         "compile.enable": Choice(not request.on_cpu, "faster; the first steps take longer"),
         "checkpoint.enable": Choice(True, "the same command resumes"),
         "checkpoint.async_mode": Choice(
@@ -253,6 +252,7 @@ def _layout(plan: Plan) -> Choices:
             if plan.workload.accumulation > 1
             else ""
         ),
+        "training.loss_chunks": "parts of a row's logits",
     }
     if p.pipeline_parallel_degree > 1:
         keys |= {

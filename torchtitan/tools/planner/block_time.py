@@ -177,7 +177,9 @@ def ends_time(w: Workload, hw: Hardware) -> Pass:
     loss = per_logit * w.vocab * w.tokens / w.tp / hw.bytes_per_s
     chunks = w.config.training.loss_chunks
     if chunks > 1:
-        loss += chunks * CHUNK_MOVED_BYTES * w.vocab_params / hw.bytes_per_s
+        beside = w.tp > 1 or w.output.eight_bit or hw.device == "cpu"
+        moved = CHUNK_MOVED_BYTES["beside them" if beside else "in products"]
+        loss += chunks * moved * w.vocab_params / hw.bytes_per_s
     embedding = EMBEDDING_PASSES * w.element * w.tokens * w.dim / w.tp / hw.bytes_per_s
     forward = w.predictions * (product.forward + loss * FORWARD_SHARE)
     backward = w.predictions * (product.backward + loss * (1 - FORWARD_SHARE) + embedding)

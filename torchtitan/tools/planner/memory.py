@@ -232,15 +232,15 @@ def _waiting_losses(w: Workload, pp_rank: int) -> float:
     """Bytes that the losses of all microbatches but one keep for their backward: in breadth-first
     schedules, and in schedules that split it.
 
-    A chunked loss keeps gradients of hidden states and output weight, a compiled one logits, an
-    eager one log-softmax.
+    A chunked loss keeps gradients of hidden states and, in fp32, of the output weight, a compiled
+    one logits, an eager one log-softmax.
     """
     assert w.pipeline is not None
     last = len(w.stages) - 1
     moments = in_flight(w.pipeline, w.microbatches, pp_rank)
     if w.config.training.loss_chunks > 1:
         most = max(moment.microbatches[last] for moment in moments)
-        return (most - 1) * (w.hidden_bytes + w.element * w.vocab_params)
+        return (most - 1) * (w.hidden_bytes + FP32 * w.vocab_params)
     # After the backward of the hidden states, the gradient of the logits waits for the
     # weight's.
     logits = w.tokens * w.vocab / (w.tp if w.sharded_loss else 1)
