@@ -32,7 +32,8 @@ _VALIDATES = (
 )
 
 _KERNELS = {
-    *("mm", "addmm", "bmm", "_scaled_mm", "_scaled_grouped_mm", "aten.topk", "aten.sort.stable"),
+    *("mm", "mm_dtype", "addmm", "bmm", "_scaled_mm", "_scaled_grouped_mm"),
+    *("aten.topk", "aten.sort.stable"),
     # Adds up rows by index: how the rows of experts are combined.
     *("aten._embedding_bag", "aten._embedding_bag_forward_only"),
     *(

@@ -13,11 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.rounding import assert_rounds
+from tests.rounding import assert_rounds, fp32_products
 from torchtitan.models import get_spec
 from torchtitan.models.attention.backend import attention_backend
 from torchtitan.models.decoder.model import MoEBlock
 from torchtitan.models.moe import grouped
+from torchtitan.models.moe import router as router_module
 from torchtitan.models.moe.grouped import grouped_mm, grouped_swiglu
 from torchtitan.models.moe.moe import MoE
 from torchtitan.models.moe.router import Balance, Router, top_k
@@ -157,20 +158,30 @@ def test_groups_are_those_of_transformers():
     torch.testing.assert_close(ours_dense, theirs_dense, rtol=1e-6, atol=1e-7)
 
 
-def test_router_of_a_model_in_bf16_computes_in_fp32():
+@pytest.mark.parametrize("on_cuda", [False, True])
+def test_router_of_a_model_in_bf16_computes_in_fp32(on_cuda):
     """Against fp64; scores rounded to bf16 would be off by up to 2^-9, and send some tokens to
-    other experts.
+    other experts. Gradients are rounded once, at their end.
     """
-    router = moe().router
-    x = torch.randn(4, 64, 16).bfloat16()
-    router.gate.bfloat16()
-    chosen, weights, _ = router(x, None)
-    best = (x.double() @ router.gate.weight.double().T).softmax(-1).topk(2)
+    torch.manual_seed(0)
+    router = Router(args(router_bias=True))
+    for param in router.parameters():
+        torch.nn.init.normal_(param, std=0.5)
+    x = torch.randn(4, 64, 16).bfloat16().requires_grad_()
+    weight, bias = router.gate.bfloat16().parameters()
+    with fp32_products(*[router_module] * on_cuda) as calls:
+        chosen, weights, _ = router(x, None)
+        weights.square().sum().backward()
+    assert calls == ["mm"] * on_cuda
+    exact = [tensor.detach().double().requires_grad_() for tensor in (x, weight, bias)]
+    best = torch.nn.functional.linear(*exact).softmax(-1).topk(2)
+    expected = best.values / best.values.sum(-1, keepdim=True)
+    expected.square().sum().backward()
     assert torch.equal(chosen, best.indices)
     assert weights.dtype == torch.float32
-    torch.testing.assert_close(
-        weights.double(), best.values / best.values.sum(-1, keepdim=True), rtol=1e-5, atol=0
-    )
+    torch.testing.assert_close(weights.double(), expected, rtol=1e-5, atol=0)
+    for ours, theirs in zip((x, weight, bias), exact, strict=True):
+        torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=2**-8, atol=1e-5)
 
 
 def test_forced_balance_sends_tokens_to_the_experts_in_turn():

@@ -29,7 +29,7 @@ class Product:
     experts: int = 0
     """Weights of a grouped product; 0: not a grouped product."""
     fp32: bool = False
-    """It computes in fp32, whatever the type of the activations."""
+    """It computes in fp32, whatever the type of the activations; its forward on a CPU only."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ the code of a block, checked only as part of the whole against
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchtitan.models.costs import FP32
 from torchtitan.optim.loss import CHUNK_MOVED_BYTES, FORWARD_SHARE, MOVED_BYTES
@@ -236,8 +236,11 @@ def _products(w: Workload, hw: Hardware, linear: Linear) -> _Products:
     input_bytes = operand * m * k
     weight_bytes = operand * k * n
     output_bytes = w.element * m * n
+    forward = seconds(m, n, k, input_bytes + weight_bytes + output_bytes)
+    if linear.fp32 and hw.device != "cpu":
+        forward = _products(w, hw, replace(linear, fp32=False)).forward
     return _Products(
-        seconds(m, n, k, input_bytes + weight_bytes + output_bytes),
+        forward,
         seconds(m, k, n, operand * m * n + weight_bytes + w.element * m * k),
         seconds(k, n, m, operand * m * n + input_bytes + w.element * k * n),
     )
