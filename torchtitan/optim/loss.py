@@ -218,8 +218,7 @@ def chunked_loss(
     # Projecting gathers the parts of all ranks, so each slice has all ranks' labels.
     label_chunks = labels_by_loss.unflatten(1, (tp_degree, -1)).chunk(chunks, dim=2)
     label_slices = [y for chunk in label_chunks for y in chunk.flatten(1, 2).unbind(-1)]
-    hidden_slices = [h for chunk in hidden.chunk(chunks, dim=1) for h in chunk.chunk(count, -1)]
-    slices = list(zip(hidden_slices, label_slices, strict=True))
+    slices = list(zip(_slices(hidden, chunks, count), label_slices, strict=True))
     if torch.is_grad_enabled():
         loss_sum, rows = _ChunkedLoss.apply(hidden, weight, slices, project, loss, factors)
     else:
@@ -227,6 +226,11 @@ def chunked_loss(
         rows = losses.unflatten(0, (chunks, count)).sum(0).T
         loss_sum = rows[:, 0].sum()
     return loss_sum, rows if factors is not None else rows[:, 0]
+
+
+def _slices(hidden: Tensor, chunks: int, count: int) -> list[Tensor]:
+    """Slices of the sequence, of each loss's hidden states."""
+    return [part for chunk in hidden.chunk(chunks, dim=1) for part in chunk.chunk(count, dim=-1)]
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -242,7 +246,8 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         count = 1 if factors is None else len(factors)
         rows = torch.zeros(count, len(hidden), device=hidden.device)
-        hidden_gradients: list[Tensor] = []
+        grad_hidden = torch.empty_like(hidden)
+        grad_slices = _slices(grad_hidden, len(slices) // count, count)
         gradient_sum = _GradientSum(weight.detach().requires_grad_())
         for i, (hidden_slice, labels) in enumerate(slices):
             hidden_slice = hidden_slice.detach().requires_grad_()
@@ -257,16 +262,11 @@ class _ChunkedLoss(torch.autograd.Function):
                     loss_sum, (hidden_slice, gradient_sum.weight), allow_unused=True
                 )
             rows[i % count] += row_losses.detach()
-            hidden_gradients.append(hidden_gradient)
+            grad_slices[i].copy_(hidden_gradient)
             if weight_gradient is not None:
                 gradient_sum.add(weight_gradient)
-        if count > 1:
-            hidden_gradients = [
-                torch.cat(hidden_gradients[i : i + count], dim=-1)
-                for i in range(0, len(hidden_gradients), count)
-            ]
         ctx.dtype = weight.dtype
-        ctx.save_for_backward(torch.cat(hidden_gradients, dim=1), gradient_sum.total)
+        ctx.save_for_backward(grad_hidden, gradient_sum.total)
         losses = rows.T.contiguous()
         ctx.mark_non_differentiable(losses)
         return rows[0].sum(), losses
@@ -283,20 +283,22 @@ class _ChunkedLoss(torch.autograd.Function):
 class _GradientSum(TorchFunctionMode):
     """The sum in fp32 of the gradients of `weight`.
 
-    While it is entered, linear layers with this weight, a plain tensor, add theirs in their
-    backward. Those of other operations (DTensors, Float8) are left to autograd, and to `add`.
+    While it is entered, linear layers with this weight add to it in their backward, where a product
+    of plain tensors can. Gradients of others are left to autograd, and to `add`.
     """
 
     def __init__(self, weight: Tensor):
         super().__init__()
         self.weight = weight
         self.total: Tensor | None = None
+        # DTensors and tensors in Float8 have operations of their own.
+        self._is_plain = multiplies_to_fp32(weight) and not is_traceable_wrapper_subclass(weight)
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        is_plain = function is F.linear and not is_traceable_wrapper_subclass(self.weight)
-        if is_plain and args[1] is self.weight and (*args, None)[2] is None:
+        is_linear = function is F.linear and args[1] is self.weight
+        if is_linear and self._is_plain and (*args, None)[2] is None:
             logits = _SummedLinear.apply(args[0].flatten(0, -2), self.weight, self)
             return logits.unflatten(0, args[0].shape[:-1])
         return function(*args, **(kwargs or {}))
@@ -306,9 +308,7 @@ class _GradientSum(TorchFunctionMode):
 
     def add_product(self, a: Tensor, b: Tensor) -> None:
         """Add `a @ b`."""
-        if not multiplies_to_fp32(a):
-            self.add(a @ b)
-        elif self.total is None:
+        if self.total is None:
             self.total = torch.mm(a, b, out_dtype=torch.float32)
         else:
             addmm = torch.ops.aten.addmm.dtype_out
