@@ -295,7 +295,7 @@ class _GradientSum(TorchFunctionMode):
         self._is_plain = multiplies_to_fp32(weight) and not is_traceable_wrapper_subclass(weight)
 
     def __torch_function__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         is_linear = function is F.linear and args[1] is self.weight
         if is_linear and self._is_plain and (*args, None)[2] is None:

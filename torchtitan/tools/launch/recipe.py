@@ -109,14 +109,6 @@ def _rough_tokens(request: Request) -> float:
     return (request.hours or 0.0) * 3600 * rate / (6 * request.model.parameters()[1])
 
 
-def _chunks(seq_len: int, vocab_size: int) -> int:
-    """Number of chunks of a row's loss, each of at most `_MOST_LOGITS`; a power of two."""
-    chunks = 1
-    while seq_len * vocab_size / chunks > _MOST_LOGITS and seq_len % (2 * chunks) == 0:
-        chunks *= 2
-    return chunks
-
-
 def draft_settings(request: Request) -> Choices:
     """Settings that a layout search needs."""
     model = request.model
@@ -124,7 +116,8 @@ def draft_settings(request: Request) -> Choices:
     parameters, active = model.parameters()
     rate, rate_source = _nearest(_RATES, parameters)
     rows, batch_why = _global_batch(request)
-    chunks = _chunks(request.seq_len, model.args.vocab_size)
+    logits = request.seq_len * model.args.vocab_size
+    chunks = next(n for n in divisors(request.seq_len) if logits <= n * _MOST_LOGITS)
     size = f"{show_tokens(parameters)} parameters"
     size += f", {show_tokens(active)} of them active" if active < parameters else ""
     settings = {
