@@ -55,8 +55,12 @@ class Line:
 
 def lines_of(plan: Any) -> list[Line]:
     """The lines of a plan without a pipeline; their seconds add up to the step's."""
-    from torchtitan.optim.loss import CHUNK_MOVED_BYTES, FORWARD_SHARE, MOVED_BYTES
-    from torchtitan.tools.planner.block_time import BACKWARD_POINTWISE, EMBEDDING_PASSES
+    from torchtitan.optim.loss import FORWARD_SHARE, MOVED_BYTES
+    from torchtitan.tools.planner.block_time import (
+        BACKWARD_POINTWISE,
+        EMBEDDING_PASSES,
+        chunk_sum_bytes,
+    )
     from torchtitan.tools.planner.costs import passes
 
     w, hw, causes = plan.workload, plan.hardware, dict(plan.time.by_cause)
@@ -91,14 +95,15 @@ def lines_of(plan: Any) -> list[Line]:
     chunks = w.config.training.loss_chunks
     per_logit = MOVED_BYTES["compiled" if w.loss_compiled else "eager"]
     loss = runs * per_logit * w.vocab * w.tokens / w.tp
-    sums = runs * chunks * CHUNK_MOVED_BYTES * w.vocab_params * (chunks > 1)
+    sums = runs * chunk_sum_bytes(w, hw)
     embedding = runs * EMBEDDING_PASSES * w.element * w.tokens * w.dim / w.tp
     for name, kind, size in (
         ("loss", POINTWISE, loss),
         ("sums over the loss's chunks", OTHER, sums),
         ("embedding", OTHER, embedding),
     ):
-        add(name, kind, size / hw.bytes_per_s, size)
+        if size:
+            add(name, kind, size / hw.bytes_per_s, size)
     beside = [FORWARD_SHARE * (loss + sums), (1 - FORWARD_SHARE) * (loss + sums) + embedding]
     for i, way in enumerate(("forward", "backward")):
         seconds = runs / w.predictions * timings.ends.by_cause["head and loss"][i]

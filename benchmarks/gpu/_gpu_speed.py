@@ -25,12 +25,7 @@ WARM = 5
 TIMED = 20
 """Steps that are timed; one more is profiled."""
 
-AT_8K = (
-    "--training.seq_len=8192",
-    "--training.loss_chunks=8",
-    "--activation_checkpoint.mode=none",
-    "--compile.enable=true",
-)
+AT_8K = ("--training.seq_len=8192", "--activation_checkpoint.mode=none", "--compile.enable=true")
 MODELS = {
     "8b_layers": (
         "--model.flavor=8B",
@@ -70,7 +65,7 @@ VARIANTS = {
         "--activation_checkpoint.selective_ac_option=op",
     ),
     "full": ("--activation_checkpoint.mode=full",),
-    "loss_chunks_1": ("--training.loss_chunks=1",),
+    "loss_chunks_8": ("--training.loss_chunks=8",),
     "float8_tensorwise": (FLOAT8, "--quantize.linear.float8.filter_fqns=output"),
     "float8_rowwise": (
         FLOAT8,

@@ -3,14 +3,13 @@
 import math
 from dataclasses import replace
 
-from torchtitan.config.derive import divisors
+from torchtitan.config.derive import divisors, with_settings
 from torchtitan.tools.launch.recipe import as_flags, draft_settings
 from torchtitan.tools.launch.request import Request
 from torchtitan.tools.planner.planner import find_layouts, make_plan, nothing_fits
 from torchtitan.tools.planner.predict import Plan, replan
 from torchtitan.tools.planner.proposals import Proposal
 from torchtitan.tools.planner.search import LIKELY, SearchResult
-from torchtitan.tools.planner.settings import apply_settings
 from torchtitan.utils.errors import ConfigError, UserError
 
 _FEW = 8
@@ -43,7 +42,7 @@ def _in_fewest_chunks(plan: Plan) -> Plan:
     the output projection.
     """
     for chunks in divisors(plan.config.training.loss_chunks):
-        whole = replan(plan, apply_settings(plan.config, {"training.loss_chunks": chunks}))
+        whole = replan(plan, with_settings(plan.config, {"training.loss_chunks": chunks}))
         if whole and whole.chance_to_fit >= LIKELY:
             return whole
     return plan

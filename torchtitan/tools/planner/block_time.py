@@ -174,16 +174,19 @@ def ends_time(w: Workload, hw: Hardware) -> Pass:
     """Embedding, output projection and loss, all counted with the stage of the output."""
     product = _products(w, hw, w.output)
     per_logit = MOVED_BYTES["compiled" if w.loss_compiled else "eager"]
-    loss = per_logit * w.vocab * w.tokens / w.tp / hw.bytes_per_s
-    chunks = w.config.training.loss_chunks
-    if chunks > 1:
-        beside = w.tp > 1 or w.output.eight_bit or hw.device == "cpu"
-        moved = CHUNK_MOVED_BYTES["beside them" if beside else "in products"]
-        loss += chunks * moved * w.vocab_params / hw.bytes_per_s
+    loss = (per_logit * w.vocab * w.tokens / w.tp + chunk_sum_bytes(w, hw)) / hw.bytes_per_s
     embedding = EMBEDDING_PASSES * w.element * w.tokens * w.dim / w.tp / hw.bytes_per_s
     forward = w.predictions * (product.forward + loss * FORWARD_SHARE)
     backward = w.predictions * (product.backward + loss * (1 - FORWARD_SHARE) + embedding)
     return Pass({"head and loss": (forward, backward)}, w.predictions * product.weight)
+
+
+def chunk_sum_bytes(w: Workload, hw: Hardware) -> float:
+    """Bytes moved for the sum of the output projection's gradient over the chunks of a loss."""
+    beside = w.tp > 1 or w.output.eight_bit or hw.device == "cpu"
+    moved = CHUNK_MOVED_BYTES["beside them" if beside else "in products"] * w.vocab_params
+    chunks = w.config.training.loss_chunks
+    return chunks * moved if chunks > 1 else 0.0
 
 
 # ---- matrix products
