@@ -38,6 +38,8 @@ class Software:
 class OtherWorkload(Workload):
     """The record of a run of other software."""
 
+    gates_in_fp32 = True  # no source says; the constants were fitted so
+
     def __init__(self, *args: Any, software: Software):
         self.software = software
         self.weights_in_place = software.weights_in_place

@@ -240,7 +240,7 @@ def _products(w: Workload, hw: Hardware, linear: Linear) -> _Products:
     weight_bytes = operand * k * n
     output_bytes = w.element * m * n
     forward = seconds(m, n, k, input_bytes + weight_bytes + output_bytes)
-    if linear.fp32 and hw.device != "cpu":
+    if linear.fp32 and hw.device != "cpu" and not w.gates_in_fp32:
         forward = _products(w, hw, replace(linear, fp32=False)).forward
     return _Products(
         forward,

@@ -17,6 +17,9 @@ class Workload(Record):
     launches_alone = False
     """Kernels are launched one by one, fused as they are, like eager operations."""
 
+    gates_in_fp32 = False
+    """Routers' gates multiply in fp32 forward too, not only backward."""
+
     @property
     def attends_by_cudnn(self) -> bool:
         """Whether torch prefers cuDNN's kernel where it is fast: in 16 bits, unless masked."""
