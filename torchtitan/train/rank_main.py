@@ -117,7 +117,9 @@ def _report_stop(rank: int, when: str) -> int:
         why = f"as asked. To resume:\n  {command_line()}"
         if launcher_reports() and LAUNCHER_ENV not in os.environ:  # in a range of nodes
             why = "to restart on the nodes that join or remain"
-        print(f"Stopped {when}, {why}", file=sys.stderr, flush=True)
+        # In one write, since the launcher announces its own stop at this moment. print writes the
+        # end of a text with several lines by itself.
+        print(f"Stopped {when}, {why}\n", end="", file=sys.stderr, flush=True)
     return os.EX_TEMPFAIL
 
 
@@ -127,7 +129,8 @@ def _interrupt(trainer: "Trainer", rank: int) -> None:
     if rank == 0:
         newest = trainer.checkpointer.newest_step if trainer.checkpointer.saving else None
         print(
-            f"interrupted: {_resume_hint(step, newest)}\n  {command_line()}",
+            f"interrupted: {_resume_hint(step, newest)}\n  {command_line()}\n",
+            end="",
             file=sys.stderr,
             flush=True,
         )
