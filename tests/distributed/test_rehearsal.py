@@ -273,6 +273,7 @@ def everything(config):
                 "compile": {"enable": True},
                 "parallelism": {
                     "enable_async_tensor_parallel": True,
+                    "fsdp_buffers": "symmetric_memory",
                     "tensor_parallel_degree": 2,
                     "pipeline_parallel_degree": 2,
                 },

@@ -105,6 +105,17 @@ def test_the_weights_gradient_is_added_up_in_fp32():
     assert calls == ["mm", *["addmm"] * 15]
 
 
+def test_a_bias_by_keyword_is_added_in_chunks():
+    model = build().bfloat16()
+    bias = torch.linspace(-2, 2, model.output_weight.shape[0]).bfloat16()
+    model.project = lambda x, weight: torch.nn.functional.linear(x, weight, bias=bias)
+    logits = model.project(model(TOKENS, project=False), model.output_weight)
+    with fp32_products(losses):
+        assert chunked(model, 2).item() == pytest.approx(
+            cross_entropy(logits, LABELS).sum().item(), rel=1e-2
+        )
+
+
 @pytest.mark.parametrize("chunks", [1, 4])
 def test_the_z_loss_adds_its_gradient_and_not_its_value(chunks):
     """2 c log(Z) softmax for each logit of a predicted token (PaLM, section 5)."""

@@ -297,7 +297,7 @@ class _GradientSum(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        is_linear = function is F.linear and args[1] is self.weight
+        is_linear = function is F.linear and not kwargs and args[1] is self.weight
         if is_linear and self._is_plain and (*args, None)[2] is None:
             logits = _SummedLinear.apply(args[0].flatten(0, -2), self.weight, self)
             return logits.unflatten(0, args[0].shape[:-1])

@@ -31,6 +31,7 @@ def rehearsal_config(config: Config, world: int, folder: str) -> Config:
         "model.converters": [],
         "model.delta_rule": "torch",
         "compile.enable": False,
+        "parallelism.fsdp_buffers": "default",
         "training.global_batch_size": rows * min(gradient_accumulation_steps(config), BATCHES),
         "training.steps": last_step(config),
         "training.document_mask": False,
@@ -90,6 +91,11 @@ OMISSIONS = (
         "model.delta_rule",
         "kernels of flash-linear-attention",
         lambda c: c.model.delta_rule == "fla",
+    ),
+    Omission(
+        "parallelism.fsdp_buffers",
+        "buffers of FSDP's collectives (they are torch's default)",
+        lambda c: c.parallelism.fsdp_buffers != "default",
     ),
     Omission(
         "parallelism.enable_async_tensor_parallel",
