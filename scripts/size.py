@@ -21,20 +21,20 @@ ENGINE = ("models", "parallel", "optim", "train")
 SERVICES = ("config", "data", "checkpoint", "telemetry", "health", "inference", "utils")
 BESIDE = ("testing", "tools", "commands")
 ROOMS = {
-    "models": 44_900,
-    "parallel": 29_300,
-    "optim": 9_100,
+    "models": 45_100,
+    "parallel": 29_600,
+    "optim": 9_500,
     "train": 23_300,
-    "config": 27_200,
+    "config": 27_300,
     "data": 51_300,
     "checkpoint": 33_600,
-    "telemetry": 9_600,
+    "telemetry": 9_400,
     "health": 10_200,
     "inference": 8_200,
-    "utils": 16_000,
+    "utils": 16_100,
     "testing": 9_500,
-    "tools": 58_900,
-    "commands": 16_000,
+    "tools": 58_200,
+    "commands": 15_800,
 }
 """Tokens of each room, rounded to the nearest `STEP`."""
 STEP = 100

@@ -207,7 +207,7 @@ def test_nothing_outlives_a_killed_command(tmp_path, command):
         argv += ["--tokenizer", "tests/assets/tokenizer"]
     elif command == "rehearse":
         argv += ["--parallelism.tensor_parallel_degree=2", "--model.overrides.n_layers=24"]
-    folder = tmp_path / "t"  # a socket in it may have 107 characters
+    folder = tmp_path / "t"  # the path of a socket has at most 107 characters
     folder.mkdir()
     mark = str(tmp_path)
     env = os.environ | {"TMPDIR": str(folder), "MARK": mark, "PYTHONPATH": os.getcwd()}

@@ -66,6 +66,20 @@ def test_workers_end_with_the_process_that_is_killed(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_temporary_folder_whose_path_no_socket_can_have(tmp_path):
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    code = "from torchtitan.utils.signals import start_fork_server; start_fork_server()"
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"TMPDIR": str(folder)},
+        capture_output=True,
+        text=True,
+    )
+    assert "UserError: can't start worker processes in /" in run.stderr
+    assert run.stderr.endswith("too long; set TMPDIR to a folder with a short path\n")
+
+
 CLOSED = RuntimeError("Connection closed by peer [127.0.0.1]:4711")
 
 

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from typing import Generic, TypeVar
 
 import torch.utils.data
@@ -32,7 +31,13 @@ from torchtitan.data.read.positions import DataPosition, merge_positions
 from torchtitan.data.sources import OpenSource, open_source
 from torchtitan.data.spec import DataSpec
 from torchtitan.utils.errors import UserError
-from torchtitan.utils.signals import become_stoppable, end_with_starter, helpers_shielded, kill_text
+from torchtitan.utils.signals import (
+    become_stoppable,
+    end_with_starter,
+    helpers_shielded,
+    kill_text,
+    start_fork_server,
+)
 from torchtitan.utils.torch_compat import replaced
 
 T = TypeVar("T")
@@ -167,7 +172,7 @@ class Workers:
     def steps(self) -> Iterator[StepRows]:
         """The rank's rows of each step: DataLoader yields an item of each worker in turn."""
         with helpers_shielded():
-            forkserver.ensure_running()  # now, so that workers inherit its folder's name
+            start_fork_server()  # now, so that workers inherit its folder's name
             workers = iter(self.loader)
         for step in itertools.count(self.first):
             try:

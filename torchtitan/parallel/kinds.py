@@ -54,9 +54,11 @@ def kinds_of(name: str, args: Any, seq_len: int) -> tuple[tuple[BlockKind, ...],
             weights.append((Style.NORM if is_whole else owner, value.numel()))
         cost = cost_of(block, seq_len)
         multiplied = sum(x.inputs * x.outputs * max(1, x.experts) for x in cost.products)
-        held = sum(value.numel() for value in matrices(block).values())
-        if cost.heads is None or multiplied != held:
-            problem = f"products of {multiplied:,} weights, and the block has {held:,} in matrices"
+        in_matrices = sum(value.numel() for value in matrices(block).values())
+        if cost.heads is None or multiplied != in_matrices:
+            problem = (
+                f"products of {multiplied:,} weights, and the block has {in_matrices:,} in matrices"
+            )
             raise UserError(
                 f"layers.{layer} can't be planned: its parts declare "
                 f"{problem if cost.heads else 'no heads that mix tokens'}; complete their cost "

@@ -13,9 +13,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from multiprocessing import forkserver
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 
+from torchtitan.utils.errors import UserError
 from torchtitan.utils.process import launcher_reports
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
@@ -177,6 +179,21 @@ def become_stoppable() -> None:
     """Accept the stop signals again, in a separate process group."""
     os.setpgid(0, 0)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def start_fork_server() -> None:
+    """Start the process that starts worker processes.
+
+    Raises:
+        UserError: the path of the folder for temporary files is too long.
+    """
+    try:
+        forkserver.ensure_running()
+    except OSError as error:
+        raise UserError(
+            f"can't start worker processes in {get_temp_dir()}: {error}; set TMPDIR to a folder "
+            "with a short path"
+        ) from error
 
 
 def end_with_starter() -> None:

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, groupby, islice
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import resource_tracker
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
 from typing import IO, Any
@@ -30,7 +30,7 @@ from torchtitan.data.tokens.encoding import Encoded, Encoder, open_again
 from torchtitan.data.tokens.token_files import token_dtype, write_token_file
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.formats import read_json_object
-from torchtitan.utils.signals import end_with_starter
+from torchtitan.utils.signals import end_with_starter, start_fork_server
 
 _BATCH = 2**18
 """Bytes of a batch. Encoding a text takes hundreds of times its size for a moment."""
@@ -238,7 +238,7 @@ def _start_fork_server() -> None:
     """Start the server that starts the workers, without Ctrl-C for them: this process ends them."""
     resource_tracker.ensure_running()  # unblocks the signal
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    forkserver.ensure_running()
+    start_fork_server()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 

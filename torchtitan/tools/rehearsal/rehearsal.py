@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import zip_longest
-from multiprocessing import forkserver
 from operator import attrgetter
 from typing import Any
 
@@ -27,7 +26,7 @@ from torchtitan.tools.rehearsal.mismatches import (
 )
 from torchtitan.tools.rehearsal.rank_sample import VALUES, RankSample, corners
 from torchtitan.tools.rehearsal.waits import check_circles
-from torchtitan.utils.signals import end_with_starter
+from torchtitan.utils.signals import end_with_starter, start_fork_server
 
 EVERY_RANK_BELOW = 64
 """Number of ranks below which all are rehearsed by default. Each takes seconds of CPU time."""
@@ -66,7 +65,7 @@ def rehearse(
     sample = RankSample({*corners(degrees), *ranks}, degrees)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torchtitan.tools.rehearsal.rank"])
-    forkserver.ensure_running()
+    start_fork_server()
     processes = min(_cores(), len(sample.ranks))
     with ProcessPoolExecutor(
         processes, context, initializer=end_with_starter, max_tasks_per_child=1
